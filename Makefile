@@ -18,8 +18,8 @@ PYTHON := $(shell for need in ', ensurepip, venv' ''; do \
 	$$python -c "import sys$$need; $(VERSION_OK)" 2>/dev/null && { echo $$python; exit; }; done; done)
 endif
 
-# Installs exactly what a lock file lists. The lock is complete, so nothing is resolved (--no-deps); the one
-# source-only package is built with the locked setuptools instead of whatever is newest.
+# Installs exactly what a lock file lists. The lock is complete, so nothing is resolved (--no-deps); the
+# source-only packages are built with the locked build.txt instead of whatever is newest.
 INSTALL = -m pip install --quiet --disable-pip-version-check --no-input --no-deps --no-build-isolation \
 	--require-hashes
 
@@ -101,8 +101,8 @@ lock: $(LOCK_STAMP)  ## Write the lock files anew from pyproject.toml (UPGRADE=1
 	$(COMPILE) pyproject.toml -o requirements/base.txt
 	$(COMPILE) pyproject.toml --extra rtx -c requirements/base.txt -o requirements/rtx.txt
 	$(COMPILE) pyproject.toml --extra rtx --group dev -c requirements/rtx.txt -o requirements/dev.txt
-	$(COMPILE) pyproject.toml --extra calibrate --override requirements/without-cuda.overrides \
-		--no-emit-package torch -o requirements/calibrate.txt
+	$(COMPILE) pyproject.toml --extra calibrate -c requirements/build.txt \
+		--override requirements/without-cuda.overrides --no-emit-package torch -o requirements/calibrate.txt
 	grep -o 'torch==[0-9.]*' pyproject.toml | $(COMPILE) - -c requirements/calibrate.txt -o requirements/torch.txt
 
 clean:  ## Remove the virtual environments and caches (engines in out/ stay)
