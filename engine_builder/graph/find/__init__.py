@@ -1,0 +1,62 @@
+"""Finds the structures of a graph by shape, for every exporter's spelling."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from engine_builder.errors import ConversionError
+from engine_builder.graph.find.angles import find_angles
+from engine_builder.graph.find.attention import find_attention
+from engine_builder.graph.find.linears import find_linears
+from engine_builder.graph.find.norms import find_norms
+from engine_builder.graph.structures import Structures
+
+__all__ = ["find_structures", "require_dit"]
+
+
+def find_structures(model: ir.Model) -> Structures:
+    """All norms, rotary embeddings, Fourier features, attention cores and linears of ``model``.
+
+    The graph is read, never changed.  Nodes inside subgraphs are visited too.
+    """
+    norms, missed_norms = find_norms(model.graph)
+    rotary, fourier, missed_angles = find_angles(model.graph)
+    attention, missed_attention = find_attention(model.graph)
+    linears, missed_linears = find_linears(model.graph)
+    return Structures(
+        tuple(norms),
+        tuple(rotary),
+        tuple(fourier),
+        tuple(attention),
+        tuple(linears),
+        (*missed_norms, *missed_angles, *missed_attention, *missed_linears),
+    )
+
+
+def require_dit(structures: Structures) -> None:
+    """Refuses a graph that lacks what every SA3 DiT has.
+
+    Raises:
+        ConversionError: naming what is absent and the near misses that explain it.
+    """
+    absent = [
+        what
+        for what, found in (
+            ("RMSNorm", structures.norms),
+            ("rotary embedding", structures.rotary),
+            ("Fourier features", structures.fourier),
+            ("attention core", structures.attention),
+            ("linear", structures.linears),
+        )
+        if not found
+    ]
+    if not absent:
+        return
+    reasons = [f"{m.node}: {m.reason}" for m in structures.near_misses[:4]]
+    more = len(structures.near_misses) - len(reasons)
+    detail = "; ".join(reasons) + (f"; and {more} more near misses" if more > 0 else "")
+    raise ConversionError(
+        f"the graph has no {', no '.join(absent)}, which an SA3 DiT must have"
+        + (f"; nearest: {detail}" if detail else "; nothing came near"),
+        hint="for another kind of model set model.kind: generic",
+    )

@@ -1,0 +1,1 @@
+"""Graph edits: one class a file, named ``VerbNounPass``, returning whether it changed anything."""

@@ -1,0 +1,104 @@
+"""Spells the composite ``Attention`` operator (opset 23) as two products and a softmax."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx_ir as ir
+
+from engine_builder.errors import ConversionError
+from engine_builder.graph.reading import attribute_int, is_op
+
+
+class DecomposeAttentionPass(ir.passes.InPlacePass):
+    """Replaces each ``Attention`` by ``softmax(q*s @ (k*s)^T + mask) @ v`` with ``s = sqrt(scale)``.
+
+    TensorRT has no fp32 kernel for the composite, and fuses the decomposed form into fewer layers.
+    The last product keeps the operator's name; the others are named after it.
+    """
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        targets = [node for node in model.graph.all_nodes() if is_op(node, "Attention")]
+        for node in targets:
+            _decompose(node)
+        return ir.passes.PassResult(model, bool(targets))
+
+
+def _decompose(node: ir.Node) -> None:
+    graph = node.graph
+    if graph is None:
+        raise ConversionError("an Attention operator belongs to no graph", where=node.name)
+    q, k, v = node.inputs[:3]
+    mask = node.inputs[3] if len(node.inputs) > 3 else None
+    refused = [
+        what
+        for what, present in (
+            ("past keys or values", any(i is not None for i in node.inputs[4:])),
+            ("present or score outputs", any(o.uses() for o in node.outputs[1:])),
+            ("a causal mask", attribute_int(node, "is_causal", 0) != 0),
+            ("softcap", "softcap" in node.attributes and node.attributes["softcap"].as_float() != 0.0),
+            ("packed heads", attribute_int(node, "q_num_heads", 0) != 0),
+        )
+        if present
+    ]
+    if q is None or k is None or v is None:
+        refused.append("a missing operand")
+    if refused:
+        raise ConversionError(
+            f"Attention with {', '.join(refused)} cannot be decomposed",
+            where=f"node {node.name}",
+            hint="export the model with scaled dot-product attention over separate heads",
+        )
+    assert q is not None and k is not None and v is not None
+    if q.shape is None or not isinstance(q.shape[-1], int):
+        raise ConversionError("the head dimension of Attention is not known", where=f"node {node.name}")
+    name = node.name or node.outputs[0].name or "attention"
+    output = node.outputs[0]
+    scale = node.attributes["scale"].as_float() if "scale" in node.attributes else 1.0 / math.sqrt(q.shape[-1])
+    factor = _initializer(graph, f"{name}.scale", np.asarray([math.sqrt(scale)], np.float32))
+    rank = len(q.shape)
+    built: list[ir.Node] = []
+
+    def add(op: str, inputs: list[ir.Value], suffix: str, shape: ir.Shape | None, **attributes: object) -> ir.Value:
+        made = ir.node(
+            op,
+            inputs,
+            attributes=attributes,  # type: ignore[arg-type]
+            outputs=[ir.Value(name=f"{name}.{suffix}", type=ir.TensorType(_float(output)), shape=shape)],
+            name=f"{name}.{suffix}",
+        )
+        built.append(made)
+        return made.outputs[0]
+
+    scaled_q = add("Mul", [q, factor], "q_scaled", q.shape)
+    perm = [*range(rank - 2), rank - 1, rank - 2]
+    turned_shape = None if k.shape is None else ir.Shape([k.shape[i] for i in perm])
+    turned = add("Transpose", [k], "k_transposed", turned_shape, perm=perm)
+    scaled_k = add("Mul", [turned, factor], "k_scaled", turned_shape)
+    scores_shape = None if k.shape is None else ir.Shape([*q.shape[:-1], k.shape[-2]])
+    scores = add("MatMul", [scaled_q, scaled_k], "qk", scores_shape)
+    if mask is not None:
+        if mask.dtype == ir.DataType.BOOL:
+            zero = _initializer(graph, f"{name}.keep", np.asarray(0.0, np.float32))
+            # The most negative finite value of fp16 and not -inf: a row without keys stays finite,
+            # and the value survives the conversion to either half type.
+            lowest = _initializer(graph, f"{name}.drop", np.asarray(-65504.0, np.float32))
+            mask = add("Where", [mask, zero, lowest], "mask", mask.shape)
+        scores = add("Add", [scores, mask], "masked", scores_shape)
+    weights = add("Softmax", [scores], "softmax", scores_shape, axis=-1)
+    last = ir.node("MatMul", [weights, v], name=name)
+    built.append(last)
+    graph.insert_before(node, built)
+    ir.convenience.replace_nodes_and_values(graph, node, [node], [], [output], [last.outputs[0]])
+
+
+def _float(value: ir.Value) -> ir.DataType:
+    return value.dtype if value.dtype is not None else ir.DataType.FLOAT
+
+
+def _initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
+    tensor = ir.tensor(array, name=name)
+    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
+    graph.register_initializer(value)
+    return value

@@ -1,0 +1,70 @@
+"""Loads and saves models without holding their weights."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import onnx_ir as ir
+
+from engine_builder.errors import ResourceError, SourceModelError
+from engine_builder.graph.weights import writer_threads
+
+INLINE_LIMIT = 64 << 20
+"""Models with less weight than this, in bytes, are one file; larger ones have a ``.data`` sidecar."""
+
+_SIDECAR_MINIMUM = 1024
+"""Constants below this size, in bytes, stay in the graph even when there is a sidecar."""
+
+
+def load_model(path: Path) -> ir.Model:
+    """The model at ``path`` with its external weights left on disk.
+
+    Raises:
+        SourceModelError: It is not a readable ONNX model.
+    """
+    try:
+        return ir.load(path)
+    except Exception as error:  # protobuf, onnx-ir and the file system all have their own
+        raise SourceModelError(f"cannot be read as ONNX: {error}", where=str(path)) from error
+
+
+def save_model(model: ir.Model, path: Path) -> tuple[Path, ...]:
+    """Writes ``model`` to ``path``; returns the files written (the model, then its sidecar if any).
+
+    The bytes depend on the model alone.  Both files appear under their names only when they are
+    complete; the sidecar comes first, so that a model never lacks it.
+
+    Raises:
+        ResourceError: The disk is full or the folder cannot be written to.
+    """
+    total = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+    sidecar = path.with_name(path.name + ".data")
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if total < INLINE_LIMIT:
+            ir.save(model, partial)
+            files: tuple[Path, ...] = (path,)
+        else:
+            ir.save(
+                model,
+                partial,
+                external_data=sidecar.name,
+                size_threshold_bytes=_SIDECAR_MINIMUM,
+                max_workers=writer_threads(),
+                max_in_flight_bytes=64 << 20,
+            )
+            files = (path, sidecar)
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+            raise ResourceError(
+                f"cannot write the converted model, {total / 1e6:.0f} MB: {os.strerror(error.errno)}",
+                where=str(path),
+                hint="free space or choose another folder, then run the same command again",
+            ) from error
+        raise
+    return files

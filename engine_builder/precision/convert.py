@@ -1,0 +1,146 @@
+"""Converts an fp32 graph to the types a recipe asks for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+from onnx_ir.passes.common import (
+    IdentityEliminationPass,
+    InlinePass,
+    LiftConstantsToInitializersPass,
+    RemoveUnusedNodesPass,
+    TopologicalSortPass,
+)
+
+from engine_builder.errors import BuilderError, ConversionError
+from engine_builder.graph.find import find_structures, require_dit
+from engine_builder.graph.passes.assign_types import AssignTypesPass
+from engine_builder.graph.passes.bake_rotary import BakeRotaryPass, RotaryTable
+from engine_builder.graph.passes.decompose_attention import DecomposeAttentionPass
+from engine_builder.graph.passes.remove_noop_casts import RemoveNoopCastsPass
+from engine_builder.graph.structures import Structures
+from engine_builder.graph.weights import ConversionLedger, TensorLoss
+from engine_builder.graph.writing import load_model, save_model
+from engine_builder.precision.islands import fp32_nodes
+from engine_builder.precision.options import ConversionOptions
+
+log = logging.getLogger(__name__)
+
+InputShapes = Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A converted model on disk, what was found in its source and what rounding did to its weights."""
+
+    files: tuple[Path, ...]
+    structures: Mapping[str, Any]
+    counts: Mapping[str, int]
+    losses: tuple[TensorLoss, ...]
+    tables: tuple[RotaryTable, ...]
+    passes: tuple[str, ...]
+
+
+def convert(
+    source: Path, destination: Path, options: ConversionOptions, lengths: Sequence[InputShapes]
+) -> Conversion:
+    """Converts the fp32 ONNX at ``source`` and writes it to ``destination``.
+
+    Args:
+        source: The fp32 model; its weights are streamed and never held.
+        destination: The converted model, written atomically; weights beyond 64 MiB go to a
+            sidecar ``<destination>.data``.
+        options: What to convert to.
+        lengths: The input shapes of the profiles, smallest first and longest last; they size the
+            rotary tables.
+
+    Raises:
+        SourceModelError: The model cannot be read.
+        ConversionError: A required structure is missing, a structure cannot be converted, or a
+            weight overflows the trunk type and clipping was not accepted.
+        ResourceError: The result cannot be written.
+    """
+    model = load_model(source)
+    applied: list[str] = []
+    _run(model, normalizing_passes(), applied)
+    structures = find_structures(model)
+    if not options.generic:
+        require_dit(structures)
+    for miss in structures.near_misses:
+        log.info("near miss: %s at %s: %s", miss.structure, miss.node, miss.reason)
+    tables: tuple[RotaryTable, ...] = ()
+    if options.rotary == "baked" and structures.rotary:
+        bake = BakeRotaryPass(structures.rotary, lengths)
+        _run(model, [bake, TopologicalSortPass()], applied)
+        tables = bake.tables
+    ledger = ConversionLedger()
+    if options.trunk != "fp32":
+        keep = [node for node in fp32_nodes(structures, options) if node.graph is not None]
+        assign = AssignTypesPass(options.trunk_type, keep, ledger, clip=options.clip_overflow)
+        _run(model, [assign], applied)
+    _run(model, [RemoveUnusedNodesPass()], applied)
+    describe(model, options)
+    files = save_model(model, destination)
+    losses = ledger.losses()
+    _refuse_overflow(losses, options)
+    return Conversion(files, structures.to_json(), structures.counts(), losses, tables, tuple(applied))
+
+
+def normalizing_passes() -> list[ir.passes.PassBase]:
+    """Brings every exporter's spelling to one form without changing what is computed."""
+    return [
+        InlinePass(),
+        LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        IdentityEliminationPass(),
+        RemoveNoopCastsPass(),
+        DecomposeAttentionPass(),
+        TopologicalSortPass(),
+    ]
+
+
+def describe(model: ir.Model, options: ConversionOptions) -> None:
+    """Marks the model as converted, so that the file alone says what it is."""
+    model.producer_name = "sa3-builder"
+    model.metadata_props["sa3_builder.precision"] = options.recipe
+
+
+def _run(model: ir.Model, passes: Sequence[ir.passes.PassBase], applied: list[str]) -> None:
+    for graph_pass in passes:
+        name = type(graph_pass).__name__
+        try:
+            result = graph_pass(model)
+        except ir.passes.PassError as error:
+            if isinstance(error.__cause__, BuilderError):
+                raise error.__cause__ from error
+            raise ConversionError(f"{name} failed: {error}") from error
+        except ir.passes.PreconditionError as error:
+            if isinstance(error.__cause__, BuilderError):
+                raise error.__cause__ from error
+            raise ConversionError(f"{name} was refused: {error}") from error
+        if result.modified:
+            applied.append(name)
+
+
+def _refuse_overflow(losses: Sequence[TensorLoss], options: ConversionOptions) -> None:
+    bad = [loss for loss in losses if loss.not_finite]
+    if bad:
+        raise ConversionError(
+            f"the weight {bad[0].tensor} has {bad[0].not_finite} values that are not finite"
+            + (f", and {len(bad) - 1} more weights" if len(bad) > 1 else "")
+        )
+    over = [loss for loss in losses if loss.overflowed]
+    if over and not options.clip_overflow:
+        worst = max(over, key=lambda loss: loss.max_abs)
+        raise ConversionError(
+            f"{sum(loss.overflowed for loss in over)} weights in {len(over)} tensors exceed {options.trunk}'s"
+            f" range; the largest is {worst.max_abs:.6g} in {worst.tensor}",
+            hint="use bf16, or accept clipping with precision.clip_overflow: true",
+        )
+
+
+__all__ = ["Conversion", "InputShapes", "Structures", "convert", "normalizing_passes"]

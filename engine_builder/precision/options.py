@@ -1,0 +1,45 @@
+"""What a conversion is asked to do, independent of the recipe file it was read from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import onnx_ir as ir
+
+Trunk = Literal["fp16", "bf16"]
+
+DATA_TYPE = {
+    "fp32": ir.DataType.FLOAT,
+    "fp16": ir.DataType.FLOAT16,
+    "bf16": ir.DataType.BFLOAT16,
+    "fp8": ir.DataType.FLOAT8E4M3FN,
+}
+
+
+@dataclass(frozen=True)
+class ConversionOptions:
+    """The precision section of a recipe with every default resolved.
+
+    ``trunk`` is the type of everything that is not kept in fp32; for fp32 recipes it is ``fp32``.
+    ``islands`` says what besides norms and angles is kept in fp32:
+
+    - ``minimal``: nothing more; the rotation itself runs in the trunk type;
+    - ``rope``: the rotation of queries and keys;
+    - ``full``: also the adaptive modulation (scale, shift, gate) around every norm.
+
+    ``bound_attention`` casts q, k and v to the trunk type in front of each attention core.  Without
+    it the cores are fp32 and TensorRT fuses none of them.
+    """
+
+    recipe: Literal["fp32", "fp16", "bf16", "fp8"]
+    trunk: Literal["fp32", "fp16", "bf16"]
+    rotary: Literal["baked", "computed"] = "computed"
+    islands: Literal["minimal", "rope", "full"] = "rope"
+    bound_attention: bool = True
+    clip_overflow: bool = False
+    generic: bool = False
+
+    @property
+    def trunk_type(self) -> ir.DataType:
+        return DATA_TYPE[self.trunk]
