@@ -34,7 +34,8 @@ from pydantic import (
 )
 
 from engine_builder.errors import RecipeError
-from engine_builder.recipe_yaml import MAX_BYTES, Document, KeyPath, key_path, read_yaml, shown
+from engine_builder.one_line import one_line
+from engine_builder.recipe_yaml import MAX_BYTES, Document, KeyPath, key_path, read_yaml
 
 if TYPE_CHECKING:
     from engine_builder.source import TensorSpec
@@ -499,7 +500,7 @@ class Recipe(_Section):
             key = tuple(int(index) if index else name for index, name in parts)
         return RecipeError(
             f"{key_path(key)}: {message}" if key else message,
-            where=f"{shown(str(self._path), 4096)}:{self._document.line(key)}",
+            where=f"{one_line(str(self._path), 4096)}:{self._document.line(key)}",
             hint=hint,
         )
 
@@ -550,7 +551,7 @@ def load_recipe(path: Path | str) -> Recipe:
     several faults the one that comes first in the file is told, the others are counted by line.
     """
     path = Path(path)
-    where = shown(str(path), 4096)
+    where = one_line(str(path), 4096)
     data = _read(path, where)
     document = read_yaml(data, where)
     if not isinstance(document.value, dict):
@@ -667,14 +668,14 @@ _PATTERN_HINTS: Final[Mapping[str, str]] = {
 def _described(value: object) -> str:
     """A YAML value in a few words."""
     if isinstance(value, str):
-        return json.dumps(shown(value), ensure_ascii=False)
+        return json.dumps(one_line(value), ensure_ascii=False)
     if isinstance(value, dict):
         return "a mapping"
     if isinstance(value, tuple):
         return "a list"
     if value is None:
         return "null"
-    return shown(str(value).lower() if isinstance(value, bool) else str(value))
+    return one_line(str(value).lower() if isinstance(value, bool) else str(value))
 
 
 def _known_keys(key: KeyPath) -> str | None:

@@ -14,6 +14,7 @@ from typing import Final
 import yaml
 
 from engine_builder.errors import RecipeError
+from engine_builder.one_line import one_line
 
 MAX_BYTES: Final = 1_000_000
 """Bytes in a recipe file; a real one has about a thousand."""
@@ -126,7 +127,7 @@ def read_yaml(data: bytes, where: str) -> Document:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark is not None else 1
-        problem = shown(error.problem or error.context or "not YAML", 120)
+        problem = one_line(error.problem or error.context or "not YAML", 120)
         raise RecipeError(f"not valid YAML: {problem}", where=f"{where}:{line}") from None
     if node is None:
         raise RecipeError("the file is empty", where=f"{where}:1", hint="see recipes/smoke.yaml")
@@ -137,14 +138,8 @@ def key_path(path: KeyPath) -> str:
     """``("profiles", 0, "x")`` as people write it: ``profiles[0].x``."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{shown(part)}" if text else shown(part)
+        text += f"[{part}]" if isinstance(part, int) else f".{one_line(part)}" if text else one_line(part)
     return text
-
-
-def shown(text: str, limit: int = 60) -> str:
-    """Foreign text cut to ``limit`` characters with the unprintable ones escaped, for one-line messages."""
-    cut = text if len(text) <= limit else text[: limit - 3] + "..."
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in cut)
 
 
 def _subject(path: KeyPath) -> str:
@@ -173,7 +168,7 @@ def _value(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], where: str
         return tuple(_value(item, (*path, index), lines, where) for index, item in enumerate(node.value))
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node, path, at)
-    raise RecipeError(f"{_subject(path)}YAML tag {shown(node.tag)} is not allowed", where=at)
+    raise RecipeError(f"{_subject(path)}YAML tag {one_line(node.tag)} is not allowed", where=at)
 
 
 def _key(node: yaml.Node, parent: KeyPath, where: str) -> str:
@@ -183,9 +178,9 @@ def _key(node: yaml.Node, parent: KeyPath, where: str) -> str:
     key = _scalar(node, parent, at)
     if not isinstance(key, str):
         raise RecipeError(
-            f"{_subject(parent)}key {shown(node.value)} is not text",
+            f"{_subject(parent)}key {one_line(node.value)} is not text",
             where=at,
-            hint=f'write "{shown(node.value)}"',
+            hint=f'write "{one_line(node.value)}"',
         )
     return key
 
@@ -215,5 +210,5 @@ def _scalar(node: yaml.ScalarNode, path: KeyPath, at: str) -> Scalar:
         pass
     else:
         if kind not in {"null", "bool"}:
-            raise RecipeError(f"{_subject(path)}YAML tag {shown(node.tag)} is not allowed", where=at)
-    raise RecipeError(f"{_subject(path)}{shown(text)!r} is not a YAML {kind}", where=at)
+            raise RecipeError(f"{_subject(path)}YAML tag {one_line(node.tag)} is not allowed", where=at)
+    raise RecipeError(f"{_subject(path)}{one_line(text)!r} is not a YAML {kind}", where=at)
