@@ -209,13 +209,68 @@ class ShapeOracle:
 
 
 _SAME_SHAPE = frozenset(
-    "Cast Identity Neg Sqrt Reciprocal Sigmoid Softmax LogSoftmax Cos Sin Clip Relu Gelu Erf Tanh Exp Log Abs "
-    "Not Floor Ceil Round Sign HardSwish LeakyRelu Elu Softplus RMSNormalization LayerNormalization "
-    "GroupNormalization InstanceNormalization BatchNormalization SimplifiedLayerNormalization QuantizeLinear "
-    "DequantizeLinear CumSum IsNaN Dropout Trilu".split()
+    [
+        "Cast",
+        "Identity",
+        "Neg",
+        "Sqrt",
+        "Reciprocal",
+        "Sigmoid",
+        "Softmax",
+        "LogSoftmax",
+        "Cos",
+        "Sin",
+        "Clip",
+        "Relu",
+        "Gelu",
+        "Erf",
+        "Tanh",
+        "Exp",
+        "Log",
+        "Abs",
+        "Not",
+        "Floor",
+        "Ceil",
+        "Round",
+        "Sign",
+        "HardSwish",
+        "LeakyRelu",
+        "Elu",
+        "Softplus",
+        "RMSNormalization",
+        "LayerNormalization",
+        "GroupNormalization",
+        "InstanceNormalization",
+        "BatchNormalization",
+        "SimplifiedLayerNormalization",
+        "QuantizeLinear",
+        "DequantizeLinear",
+        "CumSum",
+        "IsNaN",
+        "Dropout",
+        "Trilu",
+    ]
 )
 _BROADCAST = frozenset(
-    "Add Sub Mul Div Pow Where Equal Less Greater LessOrEqual GreaterOrEqual And Or Xor Min Max Mod".split()
+    [
+        "Add",
+        "Sub",
+        "Mul",
+        "Div",
+        "Pow",
+        "Where",
+        "Equal",
+        "Less",
+        "Greater",
+        "LessOrEqual",
+        "GreaterOrEqual",
+        "And",
+        "Or",
+        "Xor",
+        "Min",
+        "Max",
+        "Mod",
+    ]
 )
 
 _Rule = Callable[[ir.Node, Sequence[Shape | None], Sequence[np.ndarray | None]], Sequence[Shape | None]]
@@ -227,14 +282,18 @@ def _first(shapes: Sequence[Shape | None]) -> Shape:
     return shape
 
 
-def _matmul(node: ir.Node, shapes: Sequence[Shape | None], _: Sequence[np.ndarray | None]) -> Sequence[Shape | None]:
+def _matmul(
+    node: ir.Node, shapes: Sequence[Shape | None], _: Sequence[np.ndarray | None]
+) -> Sequence[Shape | None]:
     a, b = shapes[0], shapes[1]
     if a is None or b is None or len(a) < 2 or len(b) < 2:
         return [None]
     return [(*np.broadcast_shapes(a[:-2], b[:-2]), a[-2], b[-1])]
 
 
-def _gemm(node: ir.Node, shapes: Sequence[Shape | None], _: Sequence[np.ndarray | None]) -> Sequence[Shape | None]:
+def _gemm(
+    node: ir.Node, shapes: Sequence[Shape | None], _: Sequence[np.ndarray | None]
+) -> Sequence[Shape | None]:
     a, b = shapes[0], shapes[1]
     if a is None or b is None:
         return [None]
@@ -282,7 +341,8 @@ def _slice(
     if any(o is None for o in operands[1:]) or len(operands) < 3:
         return [None]
     starts, ends = operands[1], operands[2]
-    assert starts is not None and ends is not None
+    assert starts is not None
+    assert ends is not None
     axes = operands[3] if len(operands) > 3 and operands[3] is not None else np.arange(len(starts))
     steps = operands[4] if len(operands) > 4 and operands[4] is not None else np.ones(len(starts), np.int64)
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
@@ -290,7 +350,9 @@ def _slice(
     return [tuple(x)]
 
 
-def _concat(node: ir.Node, shapes: Sequence[Shape | None], _: Sequence[np.ndarray | None]) -> Sequence[Shape | None]:
+def _concat(
+    node: ir.Node, shapes: Sequence[Shape | None], _: Sequence[np.ndarray | None]
+) -> Sequence[Shape | None]:
     if any(s is None for s in shapes):
         return [None]
     x = list(_first(shapes))
@@ -416,5 +478,7 @@ def _compute(node: ir.Node, inputs: Sequence[np.ndarray | None], opset: int) -> 
         if rule is not None:
             return [present[0].reshape(rule)]
     evaluator = ReferenceEvaluator(ir.to_proto(node), opsets={"": opset})
-    feeds = {v.name: x for v, x in zip(node.inputs, inputs, strict=True) if v is not None and x is not None}
+    feeds = {
+        v.name or "": x for v, x in zip(node.inputs, inputs, strict=True) if v is not None and x is not None
+    }
     return [np.asarray(result) for result in evaluator.run(None, feeds)]

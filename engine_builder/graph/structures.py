@@ -42,12 +42,19 @@ class RotaryEmbedding:
     """
 
     nodes: tuple[ir.Node, ...]
-    cos: ir.Node
-    sin: ir.Node
-    angle: ir.Value
+    trig: tuple[ir.Node, ...]
+    """The Cos and Sin nodes, in this order; empty when cosine and sine are read from tables."""
+    tables: tuple[ir.Value, ...]
+    """The constant cosine and sine tables, in this order; empty when they are computed."""
+    angle: ir.Value | None
     angle_nodes: tuple[ir.Node, ...]
     x: ir.Value
     output: ir.Value
+
+    @property
+    def name(self) -> str:
+        """The name of the rotation's last node, by which reports know it."""
+        return self.nodes[-1].name or ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +142,7 @@ class Structures:
         return {
             "norms": len(self.norms),
             "rotary_embeddings": len(self.rotary),
-            "rotary_trig_nodes": len({id(n) for r in self.rotary for n in (r.cos, r.sin)}),
+            "rotary_trig_nodes": len({id(n) for r in self.rotary for n in r.trig}),
             "fourier_features": len(self.fourier),
             "attention_cores": len(self.attention),
             "linears": len(self.linears),
@@ -159,7 +166,13 @@ class Structures:
                 for s in self.norms
             ],
             "rotary_embeddings": [
-                {"nodes": names(s.nodes), "cos": s.cos.name, "sin": s.sin.name, "angle": s.angle.name}
+                {
+                    "name": s.name,
+                    "nodes": names(s.nodes),
+                    "trig": names(s.trig),
+                    "tables": [t.name for t in s.tables],
+                    "angle": s.angle.name if s.angle is not None else None,
+                }
                 for s in self.rotary
             ],
             "fourier_features": [

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -28,7 +29,7 @@ NUMPY_TYPE: dict[ir.DataType, Any] = {
     ir.DataType.FLOAT8E4M3FN: np.dtype(ml_dtypes.float8_e4m3fn),
 }
 
-_MAX = {ir.DataType.FLOAT16: 65504.0, ir.DataType.BFLOAT16: float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)}
+_MAX = {ir.DataType.FLOAT16: 65504.0, ir.DataType.BFLOAT16: 3.3895313892515355e38}
 _SMALLEST_NORMAL = {ir.DataType.FLOAT16: 2.0**-14, ir.DataType.BFLOAT16: 2.0**-126}
 # Half way to the next value above the largest: from here on round-to-nearest gives infinity.
 _OVERFLOWS_FROM = {ir.DataType.FLOAT16: 65520.0, ir.DataType.BFLOAT16: 3.3961775292304957e38}
@@ -73,7 +74,7 @@ def stream(tensor: ir.TensorProtocol) -> Iterator[np.ndarray]:
     if isinstance(tensor, ir.ExternalTensor) and tensor.dtype in NUMPY_TYPE:
         dtype = NUMPY_TYPE[tensor.dtype]
         remaining = tensor.size * dtype.itemsize
-        with open(tensor.path, "rb", buffering=0) as file:
+        with Path(tensor.path).open("rb", buffering=0) as file:
             file.seek(tensor.offset or 0)
             while remaining:
                 block = file.read(min(remaining, CHUNK_ELEMENTS * dtype.itemsize))
@@ -145,7 +146,13 @@ class ConvertedTensor(StreamedTensor):
     """
 
     def __init__(
-        self, source: ir.TensorProtocol, name: str, dtype: ir.DataType, ledger: ConversionLedger, *, clip: bool
+        self,
+        source: ir.TensorProtocol,
+        name: str,
+        dtype: ir.DataType,
+        ledger: ConversionLedger,
+        *,
+        clip: bool,
     ) -> None:
         super().__init__(source, name, dtype)
         self._ledger = ledger

@@ -1,4 +1,4 @@
-"""Loads and saves models without holding their weights."""
+"""Saves models without holding their weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from engine_builder.errors import ResourceError, SourceModelError
+from engine_builder.errors import ResourceError
 from engine_builder.graph.weights import writer_threads
 
 INLINE_LIMIT = 64 << 20
@@ -16,18 +16,6 @@ INLINE_LIMIT = 64 << 20
 
 _SIDECAR_MINIMUM = 1024
 """Constants below this size, in bytes, stay in the graph even when there is a sidecar."""
-
-
-def load_model(path: Path) -> ir.Model:
-    """The model at ``path`` with its external weights left on disk.
-
-    Raises:
-        SourceModelError: It is not a readable ONNX model.
-    """
-    try:
-        return ir.load(path)
-    except Exception as error:  # protobuf, onnx-ir and the file system all have their own
-        raise SourceModelError(f"cannot be read as ONNX: {error}", where=str(path)) from error
 
 
 def save_model(model: ir.Model, path: Path) -> tuple[Path, ...]:
@@ -57,7 +45,7 @@ def save_model(model: ir.Model, path: Path) -> tuple[Path, ...]:
                 max_in_flight_bytes=64 << 20,
             )
             files = (path, sidecar)
-        os.replace(partial, path)
+        partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):

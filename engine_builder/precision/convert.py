@@ -23,9 +23,8 @@ from engine_builder.graph.passes.assign_types import AssignTypesPass
 from engine_builder.graph.passes.bake_rotary import BakeRotaryPass, RotaryTable
 from engine_builder.graph.passes.decompose_attention import DecomposeAttentionPass
 from engine_builder.graph.passes.remove_noop_casts import RemoveNoopCastsPass
-from engine_builder.graph.structures import Structures
 from engine_builder.graph.weights import ConversionLedger, TensorLoss
-from engine_builder.graph.writing import load_model, save_model
+from engine_builder.graph.writing import save_model
 from engine_builder.precision.islands import fp32_nodes
 from engine_builder.precision.options import ConversionOptions
 
@@ -44,15 +43,17 @@ class Conversion:
     losses: tuple[TensorLoss, ...]
     tables: tuple[RotaryTable, ...]
     passes: tuple[str, ...]
+    forced_fp32: tuple[str, ...]
+    """Nodes outside every structure that stay fp32 because their operator lacks the trunk type."""
 
 
 def convert(
-    source: Path, destination: Path, options: ConversionOptions, lengths: Sequence[InputShapes]
+    model: ir.Model, destination: Path, options: ConversionOptions, lengths: Sequence[InputShapes]
 ) -> Conversion:
-    """Converts the fp32 ONNX at ``source`` and writes it to ``destination``.
+    """Converts an fp32 ``model`` and writes it to ``destination``.
 
     Args:
-        source: The fp32 model; its weights are streamed and never held.
+        model: The fp32 model, edited in place; its weights are streamed and never held.
         destination: The converted model, written atomically; weights beyond 64 MiB go to a
             sidecar ``<destination>.data``.
         options: What to convert to.
@@ -60,12 +61,10 @@ def convert(
             rotary tables.
 
     Raises:
-        SourceModelError: The model cannot be read.
         ConversionError: A required structure is missing, a structure cannot be converted, or a
             weight overflows the trunk type and clipping was not accepted.
         ResourceError: The result cannot be written.
     """
-    model = load_model(source)
     applied: list[str] = []
     _run(model, normalizing_passes(), applied)
     structures = find_structures(model)
@@ -79,16 +78,28 @@ def convert(
         _run(model, [bake, TopologicalSortPass()], applied)
         tables = bake.tables
     ledger = ConversionLedger()
+    forced: tuple[str, ...] = ()
     if options.trunk != "fp32":
         keep = [node for node in fp32_nodes(structures, options) if node.graph is not None]
         assign = AssignTypesPass(options.trunk_type, keep, ledger, clip=options.clip_overflow)
         _run(model, [assign], applied)
+        forced = assign.forced
     _run(model, [RemoveUnusedNodesPass()], applied)
     describe(model, options)
     files = save_model(model, destination)
     losses = ledger.losses()
     _refuse_overflow(losses, options)
-    return Conversion(files, structures.to_json(), structures.counts(), losses, tables, tuple(applied))
+    return Conversion(
+        files, structures.to_json(), structures.counts(), losses, tables, tuple(applied), forced
+    )
+
+
+def pass_versions() -> dict[str, int]:
+    """The version of every pass that shapes a converted graph: an ingredient of its content key."""
+    return {
+        p.__name__: p.version
+        for p in (AssignTypesPass, BakeRotaryPass, DecomposeAttentionPass, RemoveNoopCastsPass)
+    }
 
 
 def normalizing_passes() -> list[ir.passes.PassBase]:
@@ -141,6 +152,3 @@ def _refuse_overflow(losses: Sequence[TensorLoss], options: ConversionOptions) -
             f" range; the largest is {worst.max_abs:.6g} in {worst.tensor}",
             hint="use bf16, or accept clipping with precision.clip_overflow: true",
         )
-
-
-__all__ = ["Conversion", "InputShapes", "Structures", "convert", "normalizing_passes"]

@@ -27,7 +27,7 @@ def fp32_nodes(structures: Structures, options: ConversionOptions) -> list[ir.No
     for features in structures.fourier:
         keep((*features.angle_nodes, features.cos, features.sin))
     for rotation in structures.rotary:
-        keep((*rotation.angle_nodes, rotation.cos, rotation.sin))
+        keep((*rotation.angle_nodes, *rotation.trig))
         if options.islands != "minimal":
             keep(rotation.nodes)
     if options.islands == "full":

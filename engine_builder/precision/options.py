@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import onnx_ir as ir
+
+from engine_builder.recipe import Precision
 
 Trunk = Literal["fp16", "bf16"]
 
@@ -40,6 +42,25 @@ class ConversionOptions:
     clip_overflow: bool = False
     generic: bool = False
 
+    def canonical(self) -> dict[str, object]:
+        """Every option by name, for content keys and reports."""
+        return {**asdict(self)}
+
     @property
     def trunk_type(self) -> ir.DataType:
         return DATA_TYPE[self.trunk]
+
+
+def resolve_options(precision: Precision, *, generic: bool) -> ConversionOptions:
+    """The precision section of a recipe with its open options set to what measured best."""
+    recipe = precision.recipe
+    trunk: Literal["fp32", "fp16", "bf16"] = (precision.trunk or "fp16") if recipe == "fp8" else recipe
+    return ConversionOptions(
+        recipe=recipe,
+        trunk=trunk,
+        rotary=precision.rotary or ("baked" if trunk == "bf16" else "computed"),
+        islands=precision.islands or "rope",
+        bound_attention=precision.bound_attention is not False,
+        clip_overflow=precision.clip_overflow,
+        generic=generic,
+    )

@@ -7,4 +7,7 @@ inputs and output, and weights scaled so that the same things go wrong in low pr
 from engine_builder.sample.spec import Dimensions, SampleSpec, Size, Spelling
 from engine_builder.sample.write import write_sample
 
-__all__ = ["Dimensions", "SampleSpec", "Size", "Spelling", "write_sample"]
+SAMPLE_VERSION = 1
+"""Raised when the same arguments give other bytes, so that kept samples are written anew."""
+
+__all__ = ["SAMPLE_VERSION", "Dimensions", "SampleSpec", "Size", "Spelling", "write_sample"]

@@ -11,12 +11,15 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from engine_builder.graph.reading import is_float, is_op, origin, producer, readers, scalar
+from engine_builder.graph.reading import constant, is_float, is_op, origin, producer, readers, scalar
 from engine_builder.graph.structures import FourierFeatures, NearMiss, RotaryEmbedding
 
 _REARRANGING = (
     "Slice", "Split", "Squeeze", "Unsqueeze", "Reshape", "Gather", "Transpose", "Concat", "Neg", "Flatten",
 )  # fmt: skip
+
+
+_TABLE_READS = ("Slice", "Gather", "Unsqueeze", "Squeeze", "Reshape", "Expand", "Transpose")
 
 
 def angle_ancestors(angle: ir.Value) -> tuple[tuple[ir.Node, ...], bool]:
@@ -78,7 +81,7 @@ def find_angles(
                 match = _rotation(product, index, cos, sin_nodes, angle, ancestors)
                 if isinstance(match, RotaryEmbedding):
                     rotations.append(match)
-                    explained.update((id(match.cos), id(match.sin)))
+                    explained.update(id(trig) for trig in match.trig)
                 else:
                     missed.append(NearMiss("rotary embedding", product.name or "", match))
             for user, index in readers(cos.outputs[0]):
@@ -87,7 +90,7 @@ def find_angles(
                     if sin is not None and sin in sin_nodes:
                         rotations.append(
                             RotaryEmbedding(
-                                (user,), cos, sin, angle, ancestors, user.inputs[0], user.outputs[0]
+                                (user,), (cos, sin), (), angle, ancestors, user.inputs[0], user.outputs[0]
                             )
                         )
                         explained.update((id(cos), id(sin)))
@@ -96,6 +99,7 @@ def find_angles(
                 missed.append(
                     NearMiss("rotary embedding", trig.name or "", "its value takes part in no rotation")
                 )
+    rotations.extend(_tabled(graph))
     return rotations, fourier, missed
 
 
@@ -124,7 +128,9 @@ def _products(value: ir.Value) -> list[tuple[ir.Node, int]]:
         for reader, index in readers(pending.pop()):
             if is_op(reader, "Mul"):
                 found.append((reader, index))
-            elif is_op(reader, "Unsqueeze", "Reshape", "Expand", "Slice", "Gather", "Transpose") and index == 0:
+            elif (
+                is_op(reader, "Unsqueeze", "Reshape", "Expand", "Slice", "Gather", "Transpose") and index == 0
+            ):
                 pending.extend(reader.outputs)
     return found
 
@@ -132,9 +138,7 @@ def _products(value: ir.Value) -> list[tuple[ir.Node, int]]:
 def _trig_behind(value: ir.Value | None) -> ir.Node | None:
     """The Cos or Sin that ``value`` is, past the same rearrangements as ``_products``."""
     node = producer(value)
-    while node is not None and is_op(
-        node, "Unsqueeze", "Reshape", "Expand", "Slice", "Gather", "Transpose"
-    ):
+    while node is not None and is_op(node, "Unsqueeze", "Reshape", "Expand", "Slice", "Gather", "Transpose"):
         node = producer(node.inputs[0])
     return node if is_op(node, "Cos", "Sin") else None
 
@@ -164,21 +168,63 @@ def _rotation(
             turned = partner.inputs[1 - side]
             if turned is None:
                 continue
-            return _assemble(product, add, partner, straight, origin(turned), cos, sin, angle, ancestors)
+            found = _assemble(product, add, partner, straight, origin(turned))
+            if isinstance(found, str):
+                return found
+            nodes, x, output = found
+            return RotaryEmbedding(nodes, (cos, sin), (), angle, ancestors, x, output)
     return f"it is not added to a product with the sine of {angle.name}"
 
 
+def _tabled(graph: ir.Graph) -> Iterable[RotaryEmbedding]:
+    """Rotations whose cosine and sine are read from constant tables."""
+    for add in graph.all_nodes():
+        if not is_op(add, "Add"):
+            continue
+        products = [producer(v) for v in add.inputs]
+        if not all(is_op(p, "Mul") for p in products):
+            continue
+        sides = [(p, *_table_side(p)) for p in products if p is not None]
+        if any(table is None for _, table, _ in sides):
+            continue
+        # Either product may be the one with the turned half; a turned half contains a negation.
+        for (straight_mul, cos, straight), (turned_mul, sin, turned) in (sides, sides[::-1]):
+            if straight is None or turned is None or cos is None or sin is None:
+                continue
+            found = _assemble(straight_mul, add, turned_mul, origin(straight), origin(turned))
+            if isinstance(found, str) or not any(is_op(n, "Neg") or _is_negation(n) for n in found[0]):
+                continue
+            nodes, x, output = found
+            yield RotaryEmbedding(nodes, (), (cos, sin), None, (), x, output)
+            break
+
+
+def _table_side(product: ir.Node) -> tuple[ir.Value | None, ir.Value | None]:
+    """The constant table that a product reads, and its other operand."""
+    for side in (0, 1):
+        value = product.inputs[side]
+        while value is not None:
+            value = origin(value)
+            tensor = constant(value)
+            if tensor is not None:
+                break
+            node = value.producer()
+            value = node.inputs[0] if node is not None and is_op(node, *_TABLE_READS) else None
+        if value is not None and len(tensor_shape(value)) >= 2 and min(tensor_shape(value)[-2:]) > 1:
+            return value, product.inputs[1 - side]
+    return None, None
+
+
+def tensor_shape(value: ir.Value) -> tuple[int, ...]:
+    """The shape of the constant behind ``value``; empty if there is none."""
+    tensor = constant(value)
+    return () if tensor is None else tuple(int(d) for d in tensor.shape.numpy())
+
+
 def _assemble(
-    product: ir.Node,
-    add: ir.Node,
-    partner: ir.Node,
-    straight: ir.Value,
-    turned: ir.Value,
-    cos: ir.Node,
-    sin: ir.Node,
-    angle: ir.Value,
-    ancestors: tuple[ir.Node, ...],
-) -> RotaryEmbedding | str:
+    product: ir.Node, add: ir.Node, partner: ir.Node, straight: ir.Value, turned: ir.Value
+) -> tuple[tuple[ir.Node, ...], ir.Value, ir.Value] | str:
+    """The nodes of a rotation, what it rotates and what it yields; or why it is none."""
     # Where the two halves come from: the slices that ``straight`` was taken by ...
     chain = [straight]
     cutting: list[ir.Node] = []
@@ -222,9 +268,14 @@ def _assemble(
             if all(s.inputs[0] is not None and origin(s.inputs[0]) in chain for s in kept):
                 if kept:
                     x = chain[max(depth, max(chain.index(origin(s.inputs[0])) for s in kept if s.inputs[0]))]
-                nodes = [*reversed(cutting[: chain.index(x)]), *kept, *nodes[len(cutting[:depth]) :], joined[0]]
+                nodes = [
+                    *reversed(cutting[: chain.index(x)]),
+                    *kept,
+                    *nodes[len(cutting[:depth]) :],
+                    joined[0],
+                ]
                 output = joined[0].outputs[0]
-    return RotaryEmbedding(tuple(nodes), cos, sin, angle, ancestors, x, output)
+    return tuple(nodes), x, output
 
 
 def _is_negation(node: ir.Node) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import ClassVar
 
 import onnx_ir as ir
 
 from engine_builder.errors import ConversionError
-from engine_builder.graph.reading import is_op
+from engine_builder.graph.operator_types import is_pinned, supports
+from engine_builder.graph.reading import is_float, is_op
 from engine_builder.graph.weights import ConversionLedger, ConvertedTensor
 
 FLOAT = ir.DataType.FLOAT
@@ -20,8 +22,6 @@ _ALWAYS_FP32 = (
     "Range", "ConstantOfShape", "EyeLike", "RandomNormal", "RandomNormalLike", "RandomUniform",
     "RandomUniformLike", "Multinomial", "Bernoulli", "If", "Loop", "Scan",
 )  # fmt: skip
-# Operands that the standard defines as fp32 whatever the type of the data.
-_FP32_OPERANDS = {("Resize", 1), ("Resize", 2), ("Upsample", 1)}
 
 
 class AssignTypesPass(ir.passes.InPlacePass):
@@ -39,6 +39,8 @@ class AssignTypesPass(ir.passes.InPlacePass):
         clip: Whether constants beyond the type's range are clipped instead of becoming infinite.
     """
 
+    version: ClassVar[int] = 1
+
     def __init__(
         self,
         trunk: ir.DataType,
@@ -52,6 +54,9 @@ class AssignTypesPass(ir.passes.InPlacePass):
         self._fp32 = {id(node) for node in fp32_nodes}
         self._ledger = ledger
         self._clip = clip
+        self._opset = 17
+        self.forced: tuple[str, ...] = ()
+        """Nodes that compute in fp32 because their operator has no trunk type at the model's opset."""
 
     def requires(self, model: ir.Model) -> None:
         """Every value has a type, and floats are fp32: a graph is converted once, from fp32."""
@@ -72,6 +77,7 @@ class AssignTypesPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
+        self._opset = graph.opset_imports.get("", 17)
         top_level = list(graph)
         before = {id(v): v.dtype for node in top_level for v in node.outputs}
         for node in top_level:
@@ -82,6 +88,13 @@ class AssignTypesPass(ir.passes.InPlacePass):
             if is_op(node, "Cast") and before[id(node.outputs[0])] == FLOAT and label != FLOAT:
                 node.attributes["to"] = ir.AttrInt64("to", int(label))
 
+        self.forced = tuple(
+            node.name or node.op_type
+            for node in top_level
+            if id(node) not in self._fp32
+            and self._is_forced(node)
+            and any(is_float(v) for v in (*node.inputs, *node.outputs) if v is not None)
+        )
         casts: dict[tuple[int, ir.DataType], ir.Value] = {}
         constants: dict[tuple[int, ir.DataType], ir.Value] = {}
         initializers = {id(v): v for v in graph.initializers.values() if v.dtype == FLOAT}
@@ -96,7 +109,7 @@ class AssignTypesPass(ir.passes.InPlacePass):
                         readers.setdefault(id(value), set()).add(FLOAT)
                     continue
                 want = label
-                if owner is not node or (owner.op_type, index) in _FP32_OPERANDS:
+                if owner is not node or is_pinned(owner.op_type, owner.domain, self._opset, index):
                     want = FLOAT
                 if id(value) in initializers:
                     readers.setdefault(id(value), set()).add(want)
@@ -125,9 +138,12 @@ class AssignTypesPass(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, True)
 
     def _label(self, node: ir.Node) -> ir.DataType:
-        if id(node) in self._fp32 or is_op(node, *_ALWAYS_FP32):
+        if id(node) in self._fp32 or is_op(node, *_ALWAYS_FP32) or self._is_forced(node):
             return FLOAT
         return self._trunk
+
+    def _is_forced(self, node: ir.Node) -> bool:
+        return not supports(node.op_type, node.domain, self._opset, self._trunk)
 
     def _converted(
         self,
@@ -208,4 +224,3 @@ def _restore_output(graph: ir.Graph, position: int, value: ir.Value) -> None:
     else:
         graph.insert_after(producer, node)
     graph.outputs[position] = node.outputs[0]
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -40,6 +41,8 @@ class BakeRotaryPass(ir.passes.InPlacePass):
         ConversionError: An angle depends on input data, or on the length.
     """
 
+    version: ClassVar[int] = 1
+
     def __init__(
         self, rotary: Sequence[RotaryEmbedding], lengths: Sequence[Mapping[str, Sequence[int]]]
     ) -> None:
@@ -49,13 +52,13 @@ class BakeRotaryPass(ir.passes.InPlacePass):
         self.tables: tuple[RotaryTable, ...] = ()
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        if not self._rotary:
+        if not any(rotation.trig for rotation in self._rotary):
             return ir.passes.PassResult(model, False)
         graph = model.graph
         oracles = [ShapeOracle(model, shapes) for shapes in self._lengths]
         trigs: dict[int, tuple[ir.Node, RotaryEmbedding]] = {}
         for rotation in self._rotary:
-            for node in (rotation.cos, rotation.sin):
+            for node in rotation.trig:
                 trigs.setdefault(id(node), (node, rotation))
         made: dict[tuple[str, bytes], tuple[ir.Value, list[str], int, int]] = {}
         slices: dict[int, ir.Value] = {}
@@ -112,7 +115,9 @@ class BakeRotaryPass(ir.passes.InPlacePass):
                     hint="set precision.rotary: computed",
                 )
         rows = int(table.shape[axis])
-        length = max((max(sizes) for sizes in _dynamic_dims(self._lengths) if max(sizes) <= rows), default=rows)
+        length = max(
+            (max(sizes) for sizes in _dynamic_dims(self._lengths) if max(sizes) <= rows), default=rows
+        )
         return table, axis, rows - length
 
     def _row_axis(
@@ -125,7 +130,7 @@ class BakeRotaryPass(ir.passes.InPlacePass):
                 return candidate
         raise ConversionError(
             f"no axis of {rotation.x.name} has the rows of the angle {angle.name}",
-            where=f"node {rotation.cos.name}",
+            where=f"node {rotation.name}",
             hint="set precision.rotary: computed",
         )
 
@@ -164,9 +169,7 @@ def _rows(
         "Slice",
         [table, start, size.outputs[0], axes],
         outputs=[
-            ir.Value(
-                name=f"{name}.slice", type=ir.TensorType(ir.DataType.FLOAT), shape=trig.outputs[0].shape
-            )
+            ir.Value(name=f"{name}.slice", type=ir.TensorType(ir.DataType.FLOAT), shape=trig.outputs[0].shape)
         ],
         name=f"{name}.slice",
     )

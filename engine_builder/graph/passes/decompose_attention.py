@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -17,6 +18,8 @@ class DecomposeAttentionPass(ir.passes.InPlacePass):
     TensorRT has no fp32 kernel for the composite, and fuses the decomposed form into fewer layers.
     The last product keeps the operator's name; the others are named after it.
     """
+
+    version: ClassVar[int] = 1
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         targets = [node for node in model.graph.all_nodes() if is_op(node, "Attention")]
@@ -50,17 +53,23 @@ def _decompose(node: ir.Node) -> None:
             where=f"node {node.name}",
             hint="export the model with scaled dot-product attention over separate heads",
         )
-    assert q is not None and k is not None and v is not None
+    assert q is not None
+    assert k is not None
+    assert v is not None
     if q.shape is None or not isinstance(q.shape[-1], int):
         raise ConversionError("the head dimension of Attention is not known", where=f"node {node.name}")
     name = node.name or node.outputs[0].name or "attention"
     output = node.outputs[0]
-    scale = node.attributes["scale"].as_float() if "scale" in node.attributes else 1.0 / math.sqrt(q.shape[-1])
+    scale = (
+        node.attributes["scale"].as_float() if "scale" in node.attributes else 1.0 / math.sqrt(q.shape[-1])
+    )
     factor = _initializer(graph, f"{name}.scale", np.asarray([math.sqrt(scale)], np.float32))
     rank = len(q.shape)
     built: list[ir.Node] = []
 
-    def add(op: str, inputs: list[ir.Value], suffix: str, shape: ir.Shape | None, **attributes: object) -> ir.Value:
+    def add(
+        op: str, inputs: list[ir.Value], suffix: str, shape: ir.Shape | None, **attributes: object
+    ) -> ir.Value:
         made = ir.node(
             op,
             inputs,
@@ -99,6 +108,8 @@ def _float(value: ir.Value) -> ir.DataType:
 
 def _initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
     tensor = ir.tensor(array, name=name)
-    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
+    value = ir.Value(
+        name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor
+    )
     graph.register_initializer(value)
     return value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import onnx_ir as ir
 
 from engine_builder.graph.reading import attribute_int, is_op
@@ -13,6 +15,8 @@ class RemoveNoopCastsPass(ir.passes.InPlacePass):
     A cast that produces a graph output from a graph input or another output stays: both names
     are part of the interface.
     """
+
+    version: ClassVar[int] = 1
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         removed = 0

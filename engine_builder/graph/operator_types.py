@@ -1,0 +1,51 @@
+"""What the ONNX standard says about the float types an operator takes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import onnx
+import onnx_ir as ir
+
+_SPELLED = {
+    ir.DataType.FLOAT: "tensor(float)",
+    ir.DataType.FLOAT16: "tensor(float16)",
+    ir.DataType.BFLOAT16: "tensor(bfloat16)",
+}
+
+
+@lru_cache(maxsize=4096)
+def _schema(op_type: str, domain: str, opset: int) -> onnx.defs.OpSchema | None:
+    try:
+        return onnx.defs.get_schema(op_type, opset, domain)
+    except onnx.defs.SchemaError:
+        return None
+
+
+@lru_cache(maxsize=4096)
+def supports(op_type: str, domain: str, opset: int, dtype: ir.DataType) -> bool:
+    """Whether the operator, at this opset, takes ``dtype`` wherever it takes fp32.
+
+    ``Conv`` takes bf16 from opset 22 on, for example.  An operator that the standard does not know
+    is not retyped.
+    """
+    schema = _schema(op_type, domain, opset)
+    if schema is None:
+        return False
+    spelled = _SPELLED[dtype]
+    for parameter in (*schema.inputs, *schema.outputs):
+        allowed = parameter.types
+        if parameter.type_str == _SPELLED[ir.DataType.FLOAT]:
+            continue  # fp32 whatever the data's type: see ``is_pinned``
+        if _SPELLED[ir.DataType.FLOAT] in allowed and spelled not in allowed:
+            return False
+    return True
+
+
+@lru_cache(maxsize=4096)
+def is_pinned(op_type: str, domain: str, opset: int, operand: int) -> bool:
+    """Whether the standard fixes this operand to fp32, as the scales of ``Resize``."""
+    schema = _schema(op_type, domain, opset)
+    if schema is None or operand >= len(schema.inputs):
+        return False
+    return bool(schema.inputs[operand].type_str == _SPELLED[ir.DataType.FLOAT])

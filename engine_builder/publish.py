@@ -1,0 +1,92 @@
+"""Puts a finished engine, its report and its manifest into the output folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine_builder.cache import disk_error, sync_folder, write_durably
+
+
+@dataclass(frozen=True)
+class OutputPaths:
+    """Where one engine and its two companions go."""
+
+    engine: Path
+
+    @property
+    def report(self) -> Path:
+        return self.engine.with_name(f"{self._stem}.verify.json")
+
+    @property
+    def manifest(self) -> Path:
+        return self.engine.with_name(f"{self._stem}.manifest.json")
+
+    @property
+    def _stem(self) -> str:
+        return self.engine.name.removesuffix(".trt")
+
+
+def output_paths(folder: Path, sm: int, model: str, precision: str, name: str | None) -> OutputPaths:
+    """``<folder>/sm_<sm>/<model>/dit_<precision>.trt``, or ``name`` in that folder."""
+    return OutputPaths(folder / f"sm_{sm}" / model / (name or f"dit_{precision}.trt"))
+
+
+def publish(paths: OutputPaths, engine: Path, report: str, manifest: str) -> None:
+    """Writes the report, the manifest, and the engine last; each appears complete or not at all.
+
+    Raises:
+        ResourceError: The folder cannot be written to or its disk is full.
+    """
+    try:
+        paths.engine.parent.mkdir(parents=True, exist_ok=True)
+        staged = _staged(engine, paths.engine)
+        try:
+            write_durably(paths.report, report.encode())
+            write_durably(paths.manifest, manifest.encode())
+            staged.replace(paths.engine)
+        finally:
+            staged.unlink(missing_ok=True)
+        sync_folder(paths.engine.parent)
+    except OSError as error:
+        raise disk_error(error, paths.engine.parent) from error
+
+
+def publish_failure(paths: OutputPaths, report: str) -> None:
+    """Writes the report alone.  An engine of an earlier build is set aside, because the report that
+    now stands beside it is not about it.
+
+    Raises:
+        ResourceError: The folder cannot be written to or its disk is full.
+    """
+    try:
+        paths.engine.parent.mkdir(parents=True, exist_ok=True)
+        for old in (paths.engine, paths.manifest):
+            if old.exists():
+                old.replace(old.with_name(f"{old.name}.superseded"))
+        write_durably(paths.report, report.encode())
+    except OSError as error:
+        raise disk_error(error, paths.engine.parent) from error
+
+
+def _staged(engine: Path, final: Path) -> Path:
+    """The engine under a temporary name in the folder of ``final``.
+
+    A hard link where the file system allows it: engines are gigabytes, and the cached copy is
+    read-only, so that neither name can be used to change the other.
+    """
+    staged = final.with_name(f".{final.name}.{os.getpid()}.partial")
+    staged.unlink(missing_ok=True)
+    try:
+        os.link(engine, staged)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES):
+            raise
+        with engine.open("rb") as source, staged.open("wb") as target:
+            shutil.copyfileobj(source, target, 16 << 20)
+            target.flush()
+            os.fsync(target.fileno())
+    return staged

@@ -1,0 +1,192 @@
+"""Derives the verdict on one engine from everything that is known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from engine_builder.compile.isolated import read_layer_table
+from engine_builder.graph.find import find_structures
+from engine_builder.graph.reading import is_op
+from engine_builder.precision.options import ConversionOptions
+from engine_builder.recipe import Expect, Profile
+from engine_builder.source import Source
+from engine_builder.source_graph import TensorSpec
+from verify.contract import check_contract, contract_json
+from verify.counts import LayerCounts, count_layers
+from verify.expectations import check_expectations
+from verify.identity import Check, Failure, Status, check_promises, check_provenance
+from verify.layers import EngineIO, LayerRecord
+from verify.promises import make_promises
+from verify.report import BuilderEntry, EngineEntry, VerifyReport, check_entry, legacy_keys, verdict_of
+
+
+@dataclass(frozen=True)
+class GraphEvidence:
+    """What a converted graph says of itself: its promises' ground, read from the file anew."""
+
+    model: ir.Model
+    options: ConversionOptions
+    fp8_linears: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class EngineEvidence:
+    """An engine's layers and inputs and outputs, and where they were read from."""
+
+    layers: tuple[LayerRecord, ...]
+    io: tuple[EngineIO, ...]
+    source: str
+    file: EngineEntry | None = None
+    builder: BuilderEntry | None = None
+
+
+def judge(
+    *,
+    label: str,
+    engine: EngineEvidence | None,
+    graph: GraphEvidence | None,
+    inputs: Sequence[TensorSpec] | None = None,
+    outputs: Sequence[TensorSpec] | None = None,
+    profiles: Sequence[Profile] = (),
+    expect: Expect | None = None,
+    fidelity: Mapping[str, Any] | None = None,
+    precision: Mapping[str, Any] | None = None,
+    conversion: Mapping[str, Any] | None = None,
+    information: Mapping[str, Any] | None = None,
+) -> VerifyReport:
+    """The report on an engine; each check that lacks its evidence is left out or not verifiable.
+
+    Args:
+        label: The engine's name in reports, such as ``sm_89/sa3-sm-music/dit_fp16.trt``.
+        engine: The layers; None when the build stopped before there was an engine.
+        graph: The converted graph; without it only counts can be checked.
+        inputs, outputs: Of the source graph, for the contract.
+        profiles: Of the recipe.
+        expect: Counts that the recipe asks for.
+        fidelity: The sweep against fp32.
+        precision, conversion, information: Carried into the report as they are.
+    """
+    checks: list[Check] = []
+    counts: LayerCounts | None = None
+    structures: dict[str, int] | None = None
+    rotations_fp32: int | None = None
+    trig: set[str] | None = None
+    if graph is not None:
+        found = find_structures(graph.model)
+        structures = found.counts()
+        trig = {n.name or "" for n in graph.model.graph if is_op(n, "Cos", "Sin")}
+        promises = make_promises(found, graph.options, graph.fp8_linears)
+        rotations_fp32 = sum(
+            all(v.dtype == ir.DataType.FLOAT for n in r.nodes for v in n.outputs) for r in found.rotary
+        )
+        tabled = sum(1 for r in found.rotary if r.tables) if graph.options.rotary == "baked" else None
+        if engine is not None:
+            checks.extend(check_promises(promises, engine.layers, baked_tables=tabled))
+            names = [n.name or "" for n in graph.model.graph]
+            names += list(graph.model.graph.initializers)
+            weighty = [n.name or "" for n in graph.model.graph if is_op(n, "MatMul", "Gemm", "Conv")]
+            checks.append(check_provenance(names, weighty, engine.layers))
+    if engine is not None:
+        counts = count_layers(engine.layers, trig)
+        if inputs is not None and outputs is not None:
+            checks.append(check_contract(inputs, outputs, engine.io, profiles))
+        if expect is not None:
+            checks.extend(check_expectations(expect, counts))
+    if fidelity is not None:
+        checks.append(_fidelity_check(fidelity))
+    verdict, reasons = verdict_of(checks)
+    return VerifyReport(
+        verdict=verdict,
+        reasons=reasons,
+        **legacy_keys(
+            engine.file.file if engine and engine.file else Path(label).name,
+            label,
+            counts,
+            checks,
+            rotations_fp32,
+        ),
+        engine_file=engine.file if engine else None,
+        builder=engine.builder if engine else None,
+        layer_source=engine.source if engine else "none: the build stopped before compiling",
+        precision=dict(precision or {}),
+        checks=tuple(check_entry(c) for c in checks),
+        fidelity=None if fidelity is None else dict(fidelity),
+        contract=contract_json(engine.io) if engine and engine.io else None,
+        conversion=None if conversion is None else dict(conversion),
+        structures=structures,
+        layer_types=None if counts is None else dict(counts.by_layer_type),
+        information=dict(information or {}),
+    )
+
+
+def _fidelity_check(report: Mapping[str, Any]) -> Check:
+    """The sweep's verdict point by point; a point without a finite cosine fails."""
+    threshold = report["min_cosine"]
+    failures = tuple(
+        Failure(
+            f"L={point['length']} t={point['t']:g}",
+            f"{point['nonfinite']} values are not finite"
+            if point["nonfinite"]
+            else f"cosine {point['cosine']:.6f} < {threshold:g}",
+            (),
+            (),
+        )
+        for point in report["points"]
+        if point["nonfinite"] or point["cosine"] is None or not point["cosine"] >= threshold
+    )
+    total = len(report["points"])
+    status = Status.FAILED if failures else Status.PASSED
+    return Check("fidelity", status, total, total - len(failures), failures)
+
+
+def judge_build(
+    *,
+    label: str,
+    sm: int,
+    converted: Path,
+    options: ConversionOptions,
+    fp8_linears: Sequence[str],
+    source: Source,
+    profiles: Sequence[Profile],
+    expect: Expect,
+    backend: str,
+    engine: Mapping[str, Any] | None,
+    layer_table: str | None,
+    fidelity: Mapping[str, Any] | None,
+    conversion: Mapping[str, Any],
+) -> VerifyReport:
+    """The report on an engine that was just built, or on a conversion that did not pass the gate.
+
+    ``engine`` holds what the compiler said of the engine (sha256, bytes, version, layer_source);
+    it and ``layer_table`` are None when nothing was compiled.
+    """
+    evidence: EngineEvidence | None = None
+    information: dict[str, Any] = {}
+    if engine is not None and layer_table is not None:
+        table = read_layer_table(layer_table)
+        evidence = EngineEvidence(
+            layers=table.layers,
+            io=table.io,
+            source=f"{engine['layer_source']} ({backend} {engine['version']}, at build time)",
+            file=EngineEntry(file=Path(label).name, sha256=engine["sha256"], bytes=engine["bytes"]),
+            builder=BuilderEntry(backend=backend, version=engine["version"], sm=sm),
+        )
+        information["builder_warnings"] = engine["warnings"]
+    return judge(
+        label=label,
+        engine=evidence,
+        graph=GraphEvidence(ir.load(converted), options, tuple(fp8_linears)),
+        inputs=source.inputs,
+        outputs=source.outputs,
+        profiles=profiles,
+        expect=expect,
+        fidelity=fidelity,
+        precision=options.canonical(),
+        conversion=conversion,
+        information=information,
+    )
