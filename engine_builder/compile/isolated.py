@@ -1,0 +1,211 @@
+"""Runs a build in a process of its own.
+
+TensorRT spends most of a build in one step that no progress monitor can stop (two thirds of the
+time for the models here, a minute for the largest), and it ends the process when it crashes or
+when memory runs out.  In its own process a build can be stopped at once, and its death is an
+error with an exit code instead of the builder's own death.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Any, Final
+
+from engine_builder.compile.backend import CompiledEngine, CompileRequest, Plan, load_backend
+from engine_builder.compile.log import MESSAGES, is_out_of_memory, out_of_memory
+from engine_builder.errors import BuilderError, CompileError, Interrupted
+from engine_builder.recipe import BackendName
+from verify.layers import EngineLayers, parse_build_log, parse_inspector_json
+
+_POLL_SECONDS: Final = 0.2
+_CHILD: Final = "from engine_builder.compile.isolated import main; main()"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a build stands: TensorRT's name of the phase, and seconds since the start."""
+
+    phase: str
+    seconds: float
+
+
+OnProgress = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class _Job:
+    backend: BackendName
+    request: CompileRequest
+    level: int
+
+
+@dataclass(frozen=True)
+class _Message:
+    level: int
+    text: str
+
+
+def compile_engine(
+    backend: BackendName,
+    request: CompileRequest,
+    *,
+    cancel: threading.Event | None = None,
+    on_progress: OnProgress | None = None,
+) -> CompiledEngine:
+    """Build the engine in a child process and read its layers.
+
+    ``on_progress`` is called several times a second, also while TensorRT reports nothing.  When
+    ``cancel`` is set the child is killed within a second.  In every failure the file
+    ``request.engine`` is removed.
+
+    Raises CompileError, PlatformError, SourceModelError, RecipeError, ResourceError, and
+    Interrupted after ``cancel``.
+    """
+    try:
+        plan = _run(backend, request, cancel or threading.Event(), on_progress or _ignore)
+        layers = read_layer_table(plan.layer_table)
+    except BaseException:
+        request.engine.unlink(missing_ok=True)
+        raise
+    return CompiledEngine(
+        path=request.engine,
+        plan=plan,
+        backend=backend,
+        sm=request.sm,
+        layers=layers.layers,
+        io=layers.io,
+        layer_source=layers.source,
+    )
+
+
+def read_layer_table(text: str) -> EngineLayers:
+    """Read a :attr:`Plan.layer_table`, whichever backend printed it."""
+    return parse_inspector_json(text) if text.lstrip().startswith("{") else parse_build_log(text)
+
+
+def _ignore(progress: Progress) -> None:
+    """Progress that nobody asked for."""
+
+
+def _run(
+    backend: BackendName, request: CompileRequest, cancel: threading.Event, on_progress: OnProgress
+) -> Plan:
+    ours, theirs = Pipe()
+    with ours, tempfile.TemporaryFile() as output:
+        with theirs:
+            process = _start(theirs, output)
+        try:
+            ours.send(_Job(backend, request, MESSAGES.getEffectiveLevel()))
+            return _wait(ours, cancel, on_progress)
+        except (EOFError, ConnectionError) as error:
+            code = process.wait()
+            if cancel.is_set() or -code in (signal.SIGINT, signal.SIGTERM):
+                raise Interrupted("the build was stopped") from error
+            raise _death(code, output) from error
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _start(connection: Connection, output: IO[bytes]) -> subprocess.Popen[bytes]:
+    # The packages may lie beside entrypoint.py rather than in site-packages; -P keeps the working
+    # folder, which is the user's, from being searched for modules.
+    root = Path(__file__).resolve().parents[2]
+    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", _CHILD, str(connection.fileno())],
+        env={**os.environ, "PYTHONPATH": path},
+        pass_fds=(connection.fileno(),),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+    )
+
+
+def _wait(connection: Connection, cancel: threading.Event, on_progress: OnProgress) -> Plan:
+    started = time.monotonic()
+    phase = "Starting"
+    while True:
+        if cancel.is_set():
+            raise Interrupted("the build was stopped")
+        received: Any = connection.recv() if connection.poll(_POLL_SECONDS) else None
+        if isinstance(received, Plan):
+            return received
+        if isinstance(received, BuilderError):
+            raise received
+        if isinstance(received, _Message):
+            MESSAGES.log(received.level, "%s", received.text)
+        elif isinstance(received, str):
+            phase = received
+        on_progress(Progress(phase, time.monotonic() - started))
+
+
+def _death(code: int, output: IO[bytes]) -> BuilderError:
+    """The error for a child that ended without an answer."""
+    output.seek(0)
+    text = output.read().decode(errors="replace").strip()
+    if code == -signal.SIGKILL:
+        return out_of_memory("the compiler was killed, most likely because memory ran out")
+    if is_out_of_memory(text):
+        return out_of_memory("memory ran out while TensorRT was building the engine")
+    lines = text.splitlines()
+    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    last = f": {lines[-1][:200]}" if lines else ""
+    return CompileError(f"the compiler ended unexpectedly with {how}{last}")
+
+
+# --- in the child ---------------------------------------------------------------------------
+
+
+class _Parent:
+    """The way to the parent; TensorRT calls back from threads of its own."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, message: object) -> None:
+        try:
+            with self._lock:
+                self._connection.send(message)
+        except OSError:
+            # The parent is gone.  The caller may be C++, which an exception must not cross.
+            os._exit(Interrupted.exit_code)
+
+
+class _SendingHandler(logging.Handler):
+    def __init__(self, parent: _Parent) -> None:
+        super().__init__()
+        self._parent = parent
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._parent.send(_Message(record.levelno, record.getMessage()))
+
+
+def main() -> None:
+    """Receive one job over the file descriptor named on the command line and answer it."""
+    # An interrupt from the keyboard reaches the whole process group; the parent decides about it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with Connection(int(sys.argv[1])) as connection:
+        job: _Job = connection.recv()
+        parent = _Parent(connection)
+        MESSAGES.setLevel(job.level)
+        MESSAGES.addHandler(_SendingHandler(parent))
+        try:
+            plan = load_backend(job.backend).build(job.request, parent.send)
+        except BuilderError as error:
+            parent.send(error)
+        else:
+            parent.send(plan)
