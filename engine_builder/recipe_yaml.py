@@ -88,7 +88,7 @@ for _tag, _pattern, _first in (
     ("int", r"[-+]?[0-9]+", [*"-+0123456789"]),
     (
         "float",
-        r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|nan)",
+        r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|nan)",
         [*"-+.0123456789"],
     ),
 ):
@@ -127,8 +127,11 @@ def read_yaml(data: bytes, where: str) -> Document:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark is not None else 1
-        problem = one_line(error.problem or error.context or "not YAML", 120)
-        raise RecipeError(f"not valid YAML: {problem}", where=f"{where}:{line}") from None
+        problem = " ".join(filter(None, (error.context, error.problem))) or "cannot be parsed"
+        raise RecipeError(f"not valid YAML: {one_line(problem, 160)}", where=f"{where}:{line}") from None
+    except (ValueError, OverflowError):
+        # An escape such as "\\UFFFFFFFF" or a directive's number beyond what Python converts.
+        raise RecipeError("not valid YAML: a number is out of range", where=where) from None
     if node is None:
         raise RecipeError("the file is empty", where=f"{where}:1", hint="see recipes/smoke.yaml")
     return Document(_value(node, (), lines, where), lines)
