@@ -1,0 +1,75 @@
+"""The command line: which commands there are, and how an error ends the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from engine_builder.cli.build import build, convert
+from engine_builder.cli.models import fidelity, sample, structures
+from engine_builder.cli.session import SESSION
+from engine_builder.errors import BuilderError, Interrupted, ResourceError
+
+
+class DefaultToBuild(TyperGroup):
+    """``sa3-builder recipe.yaml`` is short for ``sa3-builder build recipe.yaml``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        first = next((a for a in args if not a.startswith("-")), None)
+        if first is not None and first not in self.commands:
+            args = ["build", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=DefaultToBuild,
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    help="Turns an fp32 ONNX model and a recipe into a TensorRT engine that is proven to be "
+    "what the recipe says.",
+    epilog="Exit codes: 0 done, 2 recipe or usage, 3 environment, 4 source model, 5 conversion, 6 compile, "
+    "7 verification failed, 8 out of memory or disk, 130 interrupted.",
+)
+
+
+for command in (build, convert, fidelity, sample, structures):
+    app.command()(command)
+
+
+def _stop(signum: int, frame: object) -> None:
+    if SESSION.cancel.is_set():
+        # Asked twice: the temporary files are swept by the next run.
+        os._exit(Interrupted.exit_code)
+    SESSION.cancel.set()
+
+
+def main() -> None:
+    """Runs the command line; an expected error is one line and its exit code."""
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, _stop)
+    try:
+        app(standalone_mode=True, prog_name="sa3-builder")
+    except BuilderError as error:
+        failure = error
+    except KeyboardInterrupt:
+        failure = Interrupted("stopped")
+    except MemoryError:
+        failure = ResourceError("memory ran out", hint="free memory or raise the limit, then run it again")
+    except OSError as error:
+        if SESSION.debug:
+            raise
+        failure = ResourceError(
+            f"{error.strerror or error}", where=str(error.filename) if error.filename else None
+        )
+    if SESSION.debug:
+        import traceback
+
+        traceback.print_exception(failure)
+    SESSION.screen().fail(failure)
+    sys.exit(failure.exit_code)

@@ -1,0 +1,60 @@
+"""The commands that run a recipe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from engine_builder.cli.session import SESSION, CacheDir, Debug, LogFormat, Quiet, default_cache
+
+
+def build(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")],
+    cache: CacheDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
+    debug: Debug = False,
+    quiet: Quiet = False,
+    log_format: LogFormat = "text",
+) -> None:
+    """Build, verify and publish the engines of a recipe (the default command)."""
+    from engine_builder.cli.console import summary
+    from engine_builder.pipeline import Settings
+    from engine_builder.pipeline import build as run_recipe
+    from engine_builder.recipe import load_recipe
+
+    screen = SESSION.screen()
+    settings = Settings(cache or default_cache(), screen.watch, SESSION.cancel)
+    outcomes = run_recipe(load_recipe(recipe), settings)
+    if as_json:
+        typer.echo(json.dumps([summary(o) for o in outcomes], indent=1))
+    else:
+        screen.closing(outcomes)
+    if any(o.verdict != "passed" for o in outcomes):
+        raise typer.Exit(7)
+
+
+def convert(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")],
+    out: Annotated[Path, typer.Option("--out", help="The converted ONNX file to write.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found and done as JSON.")] = False,
+    cache: CacheDir = None,
+    debug: Debug = False,
+    quiet: Quiet = False,
+    log_format: LogFormat = "text",
+) -> None:
+    """Convert the recipe's model to its precision, without compiling it."""
+    from engine_builder.pipeline import Settings, convert_only
+    from engine_builder.recipe import load_recipe
+
+    screen = SESSION.screen()
+    facts = convert_only(
+        load_recipe(recipe), out, Settings(cache or default_cache(), screen.watch, SESSION.cancel)
+    )
+    if as_json:
+        typer.echo(json.dumps(facts, indent=1))
+    elif not quiet:
+        counts = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in facts["counts"].items())
+        typer.echo(f"{out}: {counts}")
