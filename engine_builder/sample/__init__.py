@@ -4,10 +4,7 @@ They stand in for real exports in smoke tests, demonstrations and benchmarks: sa
 inputs and output, and weights scaled so that the same things go wrong in low precision.
 """
 
-from engine_builder.sample.spec import Dimensions, SampleSpec, Size, Spelling
+from engine_builder.sample.spec import SAMPLE_VERSION, Dimensions, SampleSpec, Size, Spelling
 from engine_builder.sample.write import write_sample
-
-SAMPLE_VERSION = 1
-"""Raised when the same arguments give other bytes, so that kept samples are written anew."""
 
 __all__ = ["SAMPLE_VERSION", "Dimensions", "SampleSpec", "Size", "Spelling", "write_sample"]

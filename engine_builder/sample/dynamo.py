@@ -128,6 +128,11 @@ class _Tape:
         node = f"node_{op_type}_{name.removeprefix('val_')}"
         return self.emit(op_type, node, [_Value(name, shape)], *inputs, kind=kind, **attributes)
 
+    def call(self, base: str, op_type: str, shape: Shape, *inputs: _Value, **attributes: Any) -> _Value:
+        """A node whose result is named after a call, but itself as a step inside one."""
+        node = f"node_{op_type}_{self.fresh_value().removeprefix('val_')}"
+        return self.emit(op_type, node, [_Value(self.fresh(base), shape)], *inputs, **attributes)
+
     def binary(self, op_type: str, left: _Value, right: _Value) -> _Value:
         """An elementwise operator with broadcasting."""
         return self.op(op_type.lower(), op_type, _broadcast(left.shape, right.shape), left, right)
@@ -198,12 +203,9 @@ class _Tape:
         bounds = [self.integers(bound) for bound in (start, end, axis, 1)]
         return self.op("slice", "Slice", shape, value, *bounds)
 
-    def reshape(self, base: str, value: _Value, shape: Shape, *target: int) -> _Value:
-        name = self.fresh(base)
-        node = (
-            f"node_{name}" if -1 not in target else f"node_Reshape_{self.fresh_value().removeprefix('val_')}"
-        )
-        return self.emit("Reshape", node, [_Value(name, shape)], value, self.integers(*target), allowzero=1)
+    def reshape(self, value: _Value, base: str, shape: Shape, *target: int) -> _Value:
+        emit = self.call if -1 in target else self.op
+        return emit(base, "Reshape", shape, value, self.integers(*target), allowzero=1)
 
     def split(self, value: _Value, parts: int) -> list[_Value]:
         """``parts`` equal pieces of the last axis."""
@@ -232,8 +234,9 @@ class _Tape:
 
     def stack(self, first: _Value, second: _Value) -> _Value:
         """Two of one shape along a new axis 1."""
-        shape = (first.shape[0], 2, *first.shape[1:])
-        return self.op("stack", "Concat", shape, self.unsqueeze(first, 1), self.unsqueeze(second, 1), axis=1)
+        single: Shape = (first.shape[0], 1, *first.shape[1:])
+        pair = (self.part("Unsqueeze", single, value, self.integers(1)) for value in (first, second))
+        return self.op("stack", "Concat", (single[0], 2, *single[2:]), *pair, axis=1)
 
     def fourier(self, value: _Value) -> _Value:
         """cos and sin of 2 pi f times the value, (1, 256)."""
@@ -262,12 +265,12 @@ class _Tape:
         tokens = value.shape[1]
         heads, width = self.dims.heads, self.dims.head_dim
         count = tokens if isinstance(tokens, int) else -1
-        split = self.reshape("view", value, (1, tokens, heads, width), 1, count, heads, width)
+        split = self.reshape(value, "view", (1, tokens, heads, width), 1, count, heads, width)
         return self.transpose(split, 0, 2, 1, 3)
 
     def from_heads(self, value: _Value) -> _Value:
         value = self.transpose(value, 0, 2, 1, 3)
-        return self.reshape("_unsafe_view", value, (1, _TOKENS, self.dims.embed), 1, -1, self.dims.embed)
+        return self.reshape(value, "_unsafe_view", (1, _TOKENS, self.dims.embed), 1, -1, self.dims.embed)
 
     def rotate(self, value: _Value, angles: _Value) -> _Value:
         """Rotary embedding of the first channels of each head."""
@@ -280,7 +283,7 @@ class _Tape:
         straight = self.binary("Mul", turned, cos)
         half = ROTARY_CHANNELS // 2
         target = [size if isinstance(size, int) else -1 for size in outer]
-        pair = self.reshape("view", turned, (*outer, 2, half), *target, 2, half)
+        pair = self.reshape(turned, "view", (*outer, 2, half), *target, 2, half)
         first, second = self.unbind(pair, -2)
         crossed = self.concat(turned.shape, self.unary("neg", "Neg", second), first, axis=-1)
         sin = known[1] if known else self.unary("sin", "Sin", angles)
@@ -419,7 +422,7 @@ class _Tape:
         """Conditioning tokens (1, 257, E) and the seconds' global embedding (1, E)."""
         text = self.text(mask)
         seconds, longest = _Value("seconds_total", (1,)), self.real(SECONDS_MAX)
-        seconds = self.op("clamp", "Clip", (1,), seconds, self.real(0), longest)
+        seconds = self.call("clamp", "Clip", (1,), seconds, self.real(0), longest)
         features = self.fourier(self.unsqueeze(self.binary("Div", seconds, longest), -1))
         seconds = self.linear("seconds_lin", features, bias=True)
         tokens = (1, COND_TOKENS, text.shape[2])
@@ -455,7 +458,7 @@ class _Tape:
 
     def conv(self, name: str, value: _Value) -> _Value:
         weight = self.parameter(f"dit.{name}.weight")
-        return self.op("conv1d", "Conv", value.shape, value, weight, **_CONV)
+        return self.call("conv1d", "Conv", value.shape, value, weight, **_CONV)
 
     def angles(self, length: _Value) -> _Value:
         """Rotary angles (T, 32): position times inverse frequency, the halves equal."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+SAMPLE_VERSION = 1  # raised when the same spec gives other bytes, so that kept samples are written anew
+
 LATENT_CHANNELS = 256
 LOCAL_CHANNELS = 257  # latent channels and one mask channel
 TEXT_TOKENS = 256
@@ -86,7 +88,7 @@ class SampleSpec:
     """Everything that decides a sample model's bytes.
 
     ``differential=None`` takes what the size has in the released models: differential attention in
-    ``medium``, standard attention otherwise.
+    ``medium``, standard attention otherwise.  ``seed`` is at least 0.
     """
 
     size: Size

@@ -32,6 +32,7 @@ from engine_builder.sample.spec import (
 STREAM = 200.0
 _BIAS = 0.1
 _GAIN_SPREAD = 0.25
+_LOCAL_SHARE = 0.25  # of what another writer adds; enough for the output to depend on local_add_cond
 _CONV_GAIN = 0.05  # the two 1x1 convolutions are small corrections to their residual
 
 
@@ -55,7 +56,8 @@ def draw(parameter: Parameter, seed: int) -> NDArray[np.float32]:
     values = np.empty(parameter.shape, np.float32)
     np.random.Generator(np.random.SFC64(key)).standard_normal(dtype=np.float32, out=values)
     values *= np.float32(parameter.std)
-    values += np.float32(parameter.mean)
+    if parameter.mean:
+        values += np.float32(parameter.mean)
     return values
 
 
@@ -75,7 +77,7 @@ def parameters(dims: Dimensions) -> dict[str, Parameter]:
         add(f"{name}.gamma", channels, std=_GAIN_SPREAD, mean=1.0, stream=stream)
 
     embed = dims.embed
-    # Three writers a layer add to the stream; at any depth they together add what those of 2 layers do.
+    # The writers of all layers together add to the stream what those of 2 layers do, at any depth.
     writer = STREAM * math.sqrt(2 / dims.depth)
 
     root = "dit.transformer"
@@ -102,7 +104,7 @@ def parameters(dims: Dimensions) -> dict[str, Parameter]:
         linear(f"{layer}.cross_attn.to_q", embed, dims.q_parts * embed)
         linear(f"{layer}.cross_attn.to_kv", embed, dims.kv_parts * embed)
         linear(f"{layer}.to_local_embed.0", LOCAL_CHANNELS, embed, bias=True)
-        linear(f"{layer}.to_local_embed.2", embed, embed, bias=True)
+        linear(f"{layer}.to_local_embed.2", embed, embed, bias=True, gain=_LOCAL_SHARE * writer)
         linear(f"{layer}.ff.ff.0.proj", embed, 2 * dims.feed_forward, bias=True)
         linear(f"{layer}.ff.ff.2", dims.feed_forward, embed, bias=True, gain=writer)
     linear(f"{root}.global_cond_embedder.0", embed, embed, bias=True)

@@ -19,7 +19,7 @@ from onnx import ModelProto, StringStringEntryProto, TensorProto, helper
 from engine_builder.errors import ResourceError
 from engine_builder.sample import dynamo, torchscript
 from engine_builder.sample.draft import GraphDraft, Initializer, graph_inputs
-from engine_builder.sample.spec import SampleSpec, Spelling
+from engine_builder.sample.spec import Dimensions, SampleSpec, Spelling
 from engine_builder.sample.weights import Parameter, draw
 
 _log = logging.getLogger(__name__)
@@ -38,28 +38,35 @@ def write_sample(spec: SampleSpec, path: Path) -> Path:
 
     Raises ResourceError when the folder cannot be written or the disk is full.
     """
-    dims = spec.dimensions
-    if spec.spelling is Spelling.TORCHSCRIPT17:
-        draft = torchscript.draft(dims)
-    else:
-        draft = dynamo.draft(dims, composite=spec.spelling is Spelling.DYNAMO23)
+    write_draft(draft_graph(spec.dimensions, spec.spelling), spec.seed, path)
+    return path
+
+
+def draft_graph(dims: Dimensions, spelling: Spelling) -> GraphDraft:
+    """The graph without its weights, as ``spelling``'s exporter writes it."""
+    if spelling is Spelling.TORCHSCRIPT17:
+        return torchscript.draft(dims)
+    return dynamo.draft(dims, composite=spelling is Spelling.DYNAMO23)
+
+
+def write_draft(draft: GraphDraft, seed: int, path: Path) -> None:
+    """Write any draft as ``write_sample`` does, for dimensions that no released model has."""
     size = sum(initializer.size_bytes for initializer in draft.initializers)
-    _log.info("writing %s %s sample, %.1f MB of weights, to %s", spec.size, spec.spelling, size / 1e6, path)
+    _log.info("writing a sample model with %.1f MB of weights to %s", size / 1e6, path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if size <= _INLINE_LIMIT:
-            tensors = [_inline(item, spec.seed) for item in draft.initializers]
+            tensors = [_inline(item, seed) for item in draft.initializers]
             with _replacing(path) as file:
                 file.write(_model(draft, tensors).SerializeToString())
         else:
-            _write_with_sidecar(draft, spec.seed, path)
+            _write_with_sidecar(draft, seed, path)
     except OSError as error:
         raise ResourceError(
             f"cannot write the sample model: {error.strerror or error}",
             where=str(path),
             hint=f"free {size / 1e9:.1f} GB there, or choose another folder or a smaller size",
         ) from error
-    return path
 
 
 def _write_with_sidecar(draft: GraphDraft, seed: int, path: Path) -> None:
@@ -132,8 +139,6 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
         temporary.chmod(0o644)
         temporary.replace(path)
     except BaseException:
