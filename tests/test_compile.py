@@ -526,7 +526,8 @@ def test_progress_and_messages_reach_the_caller(tmp_path: Path, caplog: pytest.L
     with caplog.at_level(logging.INFO, logger=MESSAGES.name):
         compile_engine("tensorrt_rtx", request(attention(tmp_path / "a.onnx")), on_progress=seen.append)
     phases = list(dict.fromkeys(progress.phase for progress in seen))
-    assert {"Parsing ONNX", "Building engine"} <= set(phases)
+    assert phases[-1] == "Compiling kernels"  # what it does last and longest
+    assert phases.index("Parsing ONNX") < phases.index("Building engine")
     assert all(a.seconds <= b.seconds for a, b in itertools.pairwise(seen))
     messages = {(record.levelname, record.message.split(":")[0]) for record in caplog.records}
     assert ("INFO", "Total Weights Memory") in messages

@@ -6,12 +6,15 @@ import hashlib
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final
 
 from engine_builder.compile.backend import BuildOptions, CompileRequest, OnPhase, Plan
 from engine_builder.compile.log import MessageLog, attach_logger, build_error, parse_error
 from engine_builder.compile.profiles import add_profiles
 from engine_builder.errors import CompileError, ResourceError
+
+# TensorRT-RTX compiles every kernel, nearly the whole build, under a name that says otherwise.
+_PHASES: Final = {"Determining refit engines": "Compiling kernels"}
 
 SetTarget = Callable[[Any, int], None]
 ReadLayers = Callable[[Any, Path], str]
@@ -100,7 +103,7 @@ def _make_monitor(trt: Any, on_phase: OnPhase) -> Any:
             trt.IProgressMonitor.__init__(self)
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-            on_phase(phase_name)
+            on_phase(_PHASES.get(phase_name, phase_name))
 
         def step_complete(self, phase_name: str, step: int) -> bool:
             return True
