@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 import onnx
-from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
 
 _GRAPH, _INITIALIZER, _RAW_DATA, _EXTERNAL_DATA, _DATA_LOCATION = 7, 5, 9, 13, 14
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
@@ -52,7 +52,21 @@ def read_onnx(path: Path, *, lazy: bool = True) -> OnnxFile:
         model.ParseFromString(message)
     except DecodeError:
         raise NotOnnxError("its bytes are no ModelProto") from None
+    if not _is_text(model):
+        raise NotOnnxError("it holds a name that is not UTF-8")
     return OnnxFile(model, frozenset(spans))
+
+
+def _is_text(message: Message) -> bool:
+    """Whether every string is UTF-8: protobuf hands out the others as bytes, to trip whoever reads them."""
+    for field, value in message.ListFields():
+        if field.type in {field.TYPE_STRING, field.TYPE_MESSAGE}:
+            items = (value,) if isinstance(value, str | bytes | Message) else value
+            if not all(
+                _is_text(item) if isinstance(item, Message) else isinstance(item, str) for item in items
+            ):
+                return False
+    return True
 
 
 def _slim(view: memoryview, name: str, spans: list[tuple[int, int]]) -> Iterator[bytes]:

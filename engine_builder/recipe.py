@@ -34,7 +34,7 @@ from pydantic import (
 )
 
 from engine_builder.errors import RecipeError
-from engine_builder.one_line import one_line
+from engine_builder.one_line import one_line, place
 from engine_builder.recipe_yaml import MAX_BYTES, Document, KeyPath, key_path, read_yaml
 
 if TYPE_CHECKING:
@@ -500,7 +500,7 @@ class Recipe(_Section):
             key = tuple(int(index) if index else name for index, name in parts)
         return RecipeError(
             f"{key_path(key)}: {message}" if key else message,
-            where=f"{one_line(str(self._path), 4096)}:{self._document.line(key)}",
+            where=f"{place(self._path)}:{self._document.line(key)}",
             hint=hint,
         )
 
@@ -551,7 +551,7 @@ def load_recipe(path: Path | str) -> Recipe:
     several faults the one that comes first in the file is told, the others are counted by line.
     """
     path = Path(path)
-    where = one_line(str(path), 4096)
+    where = place(path)
     data = _read(path, where)
     document = read_yaml(data, where)
     if not isinstance(document.value, dict):

@@ -16,6 +16,7 @@ from typing import Final
 import onnx_ir as ir
 
 from engine_builder.errors import SourceModelError
+from engine_builder.one_line import place
 from engine_builder.onnx_file import NotOnnxError, OnnxFile, read_onnx
 from engine_builder.source_graph import TensorSpec, check_graph
 from engine_builder.source_weights import check_weights
@@ -91,7 +92,7 @@ def open_source(
 
     Raises SourceModelError.
     """
-    where = str(path)
+    where = place(path)
     before = _stamp(path)
     if before.size == 0:
         raise SourceModelError("is empty", where=where, hint="fetch the model again")
@@ -107,8 +108,6 @@ def open_source(
         graph = check_graph(model, where, plugins=plugins, float_input=float_input)
         weights = check_weights(model, path, parsed.spans)
         producer = f"{model.producer_name} {model.producer_version}".strip()
-    except UnicodeDecodeError:
-        raise SourceModelError("holds a name that is not UTF-8", where=where, hint=_DAMAGED) from None
     except OSError as error:
         raise SourceModelError(f"cannot be read: {error.strerror}", where=where) from None
     files = tuple(_hashed(file, known) for file in (path, *weights.sidecars))
@@ -143,7 +142,7 @@ def load_graph(source: Source) -> ir.Model:
     """
     path = source.path if source.sidecars else source.path.resolve()
     if _stamp(path).size != source.files[0].size:
-        raise SourceModelError("changed since it was checked", where=str(source.path), hint=_CHANGED)
+        raise SourceModelError("changed since it was checked", where=place(source.path), hint=_CHANGED)
     # onnx-ir maps no file that is a link or has several names, so those are read whole.
     lazy = not path.is_symlink() and path.stat().st_nlink == 1
     model: ir.Model = ir.from_proto(_parse(path, lazy=lazy).model)
@@ -171,7 +170,7 @@ class _Stamp:
 
 
 def _stamp(path: Path) -> _Stamp:
-    where = str(path)
+    where = place(path)
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -200,12 +199,12 @@ def _parse(path: Path, *, lazy: bool) -> OnnxFile:
             head = file.read(512).removeprefix(b"\xef\xbb\xbf").lstrip().lower()
         for magic, what, remedy in _FOREIGN:
             if head.startswith(magic):
-                raise SourceModelError(f"is {what}", where=str(path), hint=remedy) from None
+                raise SourceModelError(f"is {what}", where=place(path), hint=remedy) from None
         if b'{"' in head[8:16]:
             raise SourceModelError(
-                "is a safetensors file", where=str(path), hint="export it to ONNX"
+                "is a safetensors file", where=place(path), hint="export it to ONNX"
             ) from None
-        raise SourceModelError(f"is no ONNX model: {error}", where=str(path), hint=_DAMAGED) from None
+        raise SourceModelError(f"is no ONNX model: {error}", where=place(path), hint=_DAMAGED) from None
 
 
 def _hashed(path: Path, known: Callable[[Path], str | None] | None) -> SourceFile:
@@ -213,9 +212,9 @@ def _hashed(path: Path, known: Callable[[Path], str | None] | None) -> SourceFil
     try:
         digest = (known(path) if known is not None else None) or file_sha256(path)
     except OSError as error:
-        raise SourceModelError(f"cannot be read: {error.strerror}", where=str(path)) from None
+        raise SourceModelError(f"cannot be read: {error.strerror}", where=place(path)) from None
     if _stamp(path) != before:
-        raise SourceModelError("changed while it was read", where=str(path), hint=_CHANGED)
+        raise SourceModelError("changed while it was read", where=place(path), hint=_CHANGED)
     return SourceFile(path, before.size, digest)
 
 

@@ -11,7 +11,7 @@ import onnx
 from onnx import TensorProto
 
 from engine_builder.errors import SourceModelError
-from engine_builder.one_line import one_line
+from engine_builder.one_line import one_line, quoted
 
 OPSETS: Final = range(17, 24)
 """Supported opsets of ai.onnx, 17 to 23.
@@ -72,7 +72,7 @@ def check_graph(model: onnx.ModelProto, where: str, *, plugins: bool, float_inpu
     for spec in inputs:
         if spec.dtype in {"float16", "bfloat16", "float64"} or spec.dtype.startswith("float8"):
             raise SourceModelError(
-                f"input {one_line(spec.name)!r} is {spec.dtype}; a build starts from the fp32 export",
+                f"input {quoted(spec.name)} is {spec.dtype}; a build starts from the fp32 export",
                 where=where,
             )
     if float_input and all(spec.dtype != "float32" for spec in inputs):
@@ -125,7 +125,7 @@ def _check_operators(model: onnx.ModelProto, opset: int, where: str, *, plugins:
             schema = None
         if schema is None or schema.deprecated:
             raise SourceModelError(
-                f"node {_name(node)} is a {one_line(node.op_type)!r}, no ONNX operator at opset {opset}",
+                f"node {_name(node)} is a {quoted(node.op_type)}, no ONNX operator at opset {opset}",
                 where=where,
             )
 
@@ -150,7 +150,7 @@ def _subgraphs(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
 
 
 def _name(node: onnx.NodeProto) -> str:
-    return repr(one_line(node.name or f"{node.op_type} -> {', '.join(node.output)}"))
+    return quoted(node.name or f"{node.op_type} -> {', '.join(node.output)}")
 
 
 def _check_order(graph: onnx.GraphProto, outer: frozenset[str], where: str) -> bool:
@@ -173,7 +173,7 @@ def _check_order(graph: onnx.GraphProto, outer: frozenset[str], where: str) -> b
         twice = _first_twice(names)
         if twice is not None:
             raise SourceModelError(
-                f"two {kind}s are named {one_line(twice)!r}",
+                f"two {kind}s are named {quoted(twice)}",
                 where=where,
                 hint="export it again; names must differ",
             )
@@ -189,13 +189,13 @@ def _check_order(graph: onnx.GraphProto, outer: frozenset[str], where: str) -> b
         unknown = sorted(reads - local)
         if unknown:
             raise SourceModelError(
-                f"node {_name(node)} reads {one_line(unknown[0])!r}, which nothing produces", where=where
+                f"node {_name(node)} reads {quoted(unknown[0])}, which nothing produces", where=where
             )
         needs.append(frozenset(producer[name] for name in reads if name in producer))
         is_sorted &= all(before < index for before in needs[-1])
     for value in graph.output:
         if value.name not in local:
-            raise SourceModelError(f"nothing produces the output {one_line(value.name)!r}", where=where)
+            raise SourceModelError(f"nothing produces the output {quoted(value.name)}", where=where)
     if not is_sorted:
         _check_acyclic(graph.node, needs, where)
     return is_sorted
@@ -244,7 +244,8 @@ def _check_acyclic(nodes: Sequence[onnx.NodeProto], needs: Sequence[frozenset[in
     while at not in walked:
         walked.append(at)
         at = min(before for before in needs[at] if before in waiting)
-    circle = [_name(nodes[index]) for index in reversed(walked[walked.index(at) :])]
+    backwards = walked[walked.index(at) :]
+    circle = [_name(nodes[index]) for index in (backwards[0], *reversed(backwards[1:]))]
     more = f" and {len(circle) - 3} more" if len(circle) > 3 else ""
     raise SourceModelError(
         f"the graph has a cycle: {', '.join(circle[:3])}{more}",
@@ -263,7 +264,7 @@ def _dtype(elem_type: int) -> str | None:
 
 
 def _spec(value: onnx.ValueInfoProto, role: str, where: str) -> TensorSpec:
-    label = f"{role} {one_line(value.name)!r}"
+    label = f"{role} {quoted(value.name)}"
     kind = value.type.WhichOneof("value")
     tensor = value.type.tensor_type
     if kind != "tensor_type" or not tensor.HasField("shape"):

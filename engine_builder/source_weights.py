@@ -19,7 +19,7 @@ import onnx
 from onnx import TensorProto
 
 from engine_builder.errors import SourceModelError
-from engine_builder.one_line import one_line
+from engine_builder.one_line import one_line, place, quoted
 
 BITS: Final[Mapping[int, int]] = {
     getattr(TensorProto, name): bits
@@ -67,7 +67,7 @@ def check_weights(model: onnx.ModelProto, path: Path, inline: frozenset[tuple[in
     ``inline`` holds the (offset, length) references into the model file itself.  Raises
     SourceModelError that names the tensor, or the sidecar and what is wrong with it.
     """
-    where = str(path)
+    where = place(path)
     total = 0
     outside: dict[str, list[_Span]] = {}
     for tensor in tensors(model):
@@ -115,7 +115,7 @@ def _node_tensors(node: onnx.NodeProto) -> Iterator[TensorProto]:
 
 
 def _label(tensor: TensorProto) -> str:
-    return f"tensor {one_line(tensor.name)!r}" if tensor.name else "an unnamed constant"
+    return f"tensor {quoted(tensor.name)}" if tensor.name else "an unnamed constant"
 
 
 def _byte_size(tensor: TensorProto, where: str) -> int:
@@ -174,7 +174,7 @@ def _reference(tensor: TensorProto, size: int, where: str) -> tuple[str, _Span]:
         or ":" in location
     ):
         raise SourceModelError(
-            f"{_label(tensor)} keeps its data at {one_line(location)!r}, which is not a plain file below the"
+            f"{_label(tensor)} keeps its data at {quoted(location)}, which is not a plain file below the"
             " model's folder",
             where=where,
             hint="do not trust this file; export it again with its data file beside it",
@@ -184,7 +184,7 @@ def _reference(tensor: TensorProto, size: int, where: str) -> tuple[str, _Span]:
         if key in entries:
             if not re.fullmatch(r"\d{1,18}", entries[key], re.ASCII):
                 raise SourceModelError(
-                    f"{_label(tensor)} has the external {key} {one_line(entries[key])!r}",
+                    f"{_label(tensor)} has the external {key} {quoted(entries[key])}",
                     where=where,
                     hint=_EXPORT,
                 )
@@ -201,7 +201,7 @@ def _reference(tensor: TensorProto, size: int, where: str) -> tuple[str, _Span]:
 def _sidecar(path: Path, location: str, spans: Iterable[_Span]) -> Path:
     """The sidecar's path once it is a regular file of its own that holds every span."""
     sidecar = path.parent / location
-    where = str(sidecar)
+    where = place(path.parent / one_line(location, 200))
     for part in [*reversed(sidecar.parents), sidecar][len(path.parent.parts) :]:
         try:
             status = part.lstat()
@@ -211,7 +211,9 @@ def _sidecar(path: Path, location: str, spans: Iterable[_Span]) -> Path:
             ) from None
         if stat.S_ISLNK(status.st_mode):
             raise SourceModelError(
-                "the data file is a symbolic link, as download caches make them", where=where, hint=_COPY
+                "the data file is a symbolic link, as download caches make them",
+                where=place(part),
+                hint=_COPY,
             )
     if not stat.S_ISREG(status.st_mode):
         raise SourceModelError("the data file is not a regular file", where=where)
