@@ -50,6 +50,7 @@ GemmType = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "int8"]
 PRECISION_OPTIONS: Final[Mapping[str, tuple[PrecisionName, ...]]] = {
     "rotary": ("fp16", "bf16", "fp8"),
     "islands": ("fp16",),
+    "residual": ("fp16", "bf16", "fp8"),
     "bound_attention": ("fp16",),
     "tf32": ("fp32",),
     "clip_overflow": ("fp16", "fp8"),
@@ -290,6 +291,7 @@ class Precision(_Section):
     recipe: PrecisionName
     rotary: Literal["baked", "computed"] | None = None
     islands: Literal["minimal", "rope", "full"] | None = None
+    residual: Literal["fp32", "trunk"] | None = None
     bound_attention: bool | None = None
     tf32: bool = False
     clip_overflow: bool = False

@@ -80,7 +80,7 @@ def convert(
     ledger = ConversionLedger()
     forced: tuple[str, ...] = ()
     if options.trunk != "fp32":
-        keep = [node for node in fp32_nodes(structures, options) if node.graph is not None]
+        keep = [node for node in fp32_nodes(model.graph, structures, options) if node.graph is not None]
         assign = AssignTypesPass(options.trunk_type, keep, ledger, clip=options.clip_overflow)
         _run(model, [assign], applied)
         forced = assign.forced

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from engine_builder.graph.reading import is_float, is_op, readers
+from engine_builder.graph.reading import constant, is_float, is_op, producer, readers
 from engine_builder.graph.structures import Structures
 from engine_builder.precision.options import ConversionOptions
 
 
-def fp32_nodes(structures: Structures, options: ConversionOptions) -> list[ir.Node]:
-    """The nodes that stay fp32 under ``options``, in no particular order.
+def fp32_nodes(graph: ir.Graph, structures: Structures, options: ConversionOptions) -> list[ir.Node]:
+    """The nodes of ``graph`` that stay fp32 under ``options``, in no particular order.
 
     Norm chains overflow fp16 (x^2 > 65504), angles lose whole turns in any 16-bit type, and both
     therefore stay fp32 in every recipe, with everything an angle is computed from.
@@ -30,6 +30,9 @@ def fp32_nodes(structures: Structures, options: ConversionOptions) -> list[ir.No
         keep((*rotation.angle_nodes, *rotation.trig))
         if options.islands != "minimal":
             keep(rotation.nodes)
+    if options.residual == "fp32":
+        keep(residual_adds(structures))
+    keep(boundary_nodes(graph))
     if options.islands == "full":
         for norm in structures.norms:
             keep(_modulation(norm.output))
@@ -37,6 +40,63 @@ def fp32_nodes(structures: Structures, options: ConversionOptions) -> list[ir.No
         for core in structures.attention:
             keep(core.nodes)
     return list(chosen.values())
+
+
+def residual_adds(structures: Structures) -> list[ir.Node]:
+    """The additions of the residual stream: from each norm's input back through sums, and onward.
+
+    The stream is what is added to, layer after layer; in fp32 it neither overflows nor collects the
+    rounding of every block, and TensorRT computes the sum inside the norm that reads it.
+    """
+    stream: dict[int, ir.Node] = {}
+    pending = [norm.x for norm in structures.norms]
+    while pending:
+        node = producer(pending.pop())
+        if node is None or id(node) in stream or not _adds_branches(node):
+            continue
+        stream[id(node)] = node
+        pending.extend(v for v in node.inputs if v is not None)
+    # The last sum of all feeds no norm: it is the one that reads another sum of the stream.
+    for node in list(stream.values()):
+        for reader, _ in readers(node.outputs[0]):
+            if id(reader) not in stream and _adds_branches(reader):
+                stream[id(reader)] = reader
+    return list(stream.values())
+
+
+def _adds_branches(node: ir.Node) -> bool:
+    """An addition of two activations; with a constant it would be a bias."""
+    return is_op(node, "Add") and all(constant(v) is None for v in node.inputs)
+
+
+_MOVES = ("Transpose", "Reshape", "Slice", "Squeeze", "Unsqueeze", "Flatten")
+
+
+def boundary_nodes(graph: ir.Graph) -> list[ir.Node]:
+    """What lies between the fp32 inputs and outputs and the first or last node that computes.
+
+    Inputs are rearranged before they are cast, and the sum that makes an output is fp32: casting on
+    the other side would be a kernel of its own.
+    """
+    found: list[ir.Node] = []
+    pending = [v for v in graph.inputs if is_float(v)]
+    while pending:
+        for node, index in readers(pending.pop()):
+            if is_op(node, *_MOVES) and index == 0:
+                found.append(node)
+                pending.extend(node.outputs)
+    pending = [v for v in graph.outputs if is_float(v)]
+    while pending:
+        last = producer(pending.pop())
+        if last is None:
+            continue
+        if is_op(last, *_MOVES) and last.inputs[0] is not None:
+            found.append(last)
+            pending.append(last.inputs[0])
+        elif _adds_branches(last):
+            found.append(last)
+            pending.extend(v for v in last.inputs if v is not None and is_op(producer(v), *_MOVES))
+    return found
 
 
 def _modulation(value: ir.Value) -> list[ir.Node]:

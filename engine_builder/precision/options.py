@@ -30,6 +30,8 @@ class ConversionOptions:
     - ``rope``: the rotation of queries and keys;
     - ``full``: also the adaptive modulation (scale, shift, gate) around every norm.
 
+    ``residual`` is the type of the sums that carry the residual stream from block to block.
+
     ``bound_attention`` casts q, k and v to the trunk type in front of each attention core.  Without
     it the cores are fp32 and TensorRT fuses none of them.
     """
@@ -38,6 +40,7 @@ class ConversionOptions:
     trunk: Literal["fp32", "fp16", "bf16"]
     rotary: Literal["baked", "computed"] = "computed"
     islands: Literal["minimal", "rope", "full"] = "rope"
+    residual: Literal["fp32", "trunk"] = "fp32"
     bound_attention: bool = True
     clip_overflow: bool = False
     generic: bool = False
@@ -60,6 +63,7 @@ def resolve_options(precision: Precision, *, generic: bool) -> ConversionOptions
         trunk=trunk,
         rotary=precision.rotary or ("baked" if trunk == "bf16" else "computed"),
         islands=precision.islands or "rope",
+        residual=precision.residual or "fp32",
         bound_attention=precision.bound_attention is not False,
         clip_overflow=precision.clip_overflow,
         generic=generic,
