@@ -436,14 +436,7 @@ class Recipe(_Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Recipe:
-        name = self.precision.recipe
-        for sm in self.target.sm:
-            if sm < FIRST_SM[name]:
-                raise _FaultError(
-                    f"sm {sm} has no {name} tensor cores",
-                    hint=f"{name} needs {FIRST_SM[name]} or higher",
-                    key=("target", "sm"),
-                )
+        _check_types_exist(self.precision.recipe, self.target.sm)
         spans = self._length_spans()
         sweep = self.verify.fidelity
         if sweep is not None and spans and "lengths" in sweep.model_fields_set:
@@ -521,6 +514,16 @@ class Recipe(_Section):
         return hashlib.sha256(self.canonical(*sections).encode()).hexdigest()
 
 
+def _check_types_exist(precision: PrecisionName, sms: Sequence[int]) -> None:
+    for sm in sms:
+        if sm < FIRST_SM[precision]:
+            raise _FaultError(
+                f"sm {sm} has no {precision} tensor cores",
+                hint=f"{precision} needs {FIRST_SM[precision]} or higher",
+                key=("target", "sm"),
+            )
+
+
 def _plain(value: object) -> object:
     if isinstance(value, _Section):
         fields = {
@@ -570,6 +573,24 @@ def load_recipe(path: Path | str) -> Recipe:
     recipe._document = document
     recipe._file_sha256 = hashlib.sha256(data).hexdigest()
     return recipe
+
+
+def for_targets(
+    recipe: Recipe, *, sms: Sequence[int] | None = None, timing_cache: Path | None = None
+) -> Recipe:
+    """``recipe`` as if its file named these architectures and this timing cache; None keeps its own.
+
+    Raises RecipeError where the recipe cannot be built for one of them.
+    """
+    target = recipe.target if sms is None else recipe.target.model_copy(update={"sm": tuple(sms)})
+    build = recipe.build
+    if timing_cache is not None:
+        build = build.model_copy(update={"timing_cache": timing_cache.absolute()})
+    try:
+        _check_types_exist(recipe.precision.recipe, target.sm)
+    except _FaultError as fault:
+        raise recipe.error(fault.key, str(fault), hint=fault.hint) from None
+    return recipe.model_copy(update={"target": target, "build": build})
 
 
 def recipe_schema() -> dict[str, Any]:

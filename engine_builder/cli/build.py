@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Optional
 
 import typer
 
-from engine_builder.cli.session import SESSION, CacheDir, Debug, LogFormat, Quiet, default_cache
+from engine_builder.cli.session import (
+    SESSION,
+    CacheDir,
+    Debug,
+    LogFormat,
+    Quiet,
+    architectures,
+    default_cache,
+)
 
 
 def build(
     recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")],
+    sm: Annotated[
+        Optional[str],  # noqa: UP045  (typer reads the annotation at run time)
+        typer.Option("--sm", help="Architectures in place of the recipe's target.sm, such as 89,120."),
+    ] = None,
+    timing_cache: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--timing-cache", help="Timing cache in place of the recipe's build.timing_cache."),
+    ] = None,
     cache: CacheDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
     debug: Debug = False,
@@ -21,13 +38,25 @@ def build(
 ) -> None:
     """Build, verify and publish the engines of a recipe (the default command)."""
     from engine_builder.cli.console import summary
+    from engine_builder.fleet.image import image_of
     from engine_builder.pipeline import Settings
     from engine_builder.pipeline import build as run_recipe
-    from engine_builder.recipe import load_recipe
+    from engine_builder.recipe import for_targets, load_recipe
 
     screen = SESSION.screen()
-    settings = Settings(cache or default_cache(), screen.watch, SESSION.cancel)
-    outcomes = run_recipe(load_recipe(recipe), settings)
+    image = image_of(os.environ)
+    settings = Settings(
+        cache or default_cache(),
+        screen.watch,
+        SESSION.cancel,
+        image=None if image is None else image.to_manifest(),
+    )
+    asked = for_targets(
+        load_recipe(recipe),
+        sms=None if sm is None else architectures(sm),
+        timing_cache=timing_cache,
+    )
+    outcomes = run_recipe(asked, settings)
     if as_json:
         typer.echo(json.dumps([summary(o) for o in outcomes], indent=1))
     else:

@@ -89,6 +89,16 @@ def numbers(text: str, kind: Any, option: str) -> tuple[Any, ...]:
         raise RecipeError(f"{option} must be numbers separated by commas, not {text!r}") from None
 
 
+def architectures(text: str) -> tuple[int, ...]:
+    """The compute capabilities of ``--sm 89,120``."""
+    sms: tuple[int, ...] = numbers(text, int, "--sm")
+    wrong = next((sm for sm in sms if not 10 <= sm <= 999), None)
+    if wrong is not None or len(set(sms)) < len(sms):
+        fault = "one is given twice" if wrong is None else f"{wrong} is none"
+        raise RecipeError(f"--sm must be compute capabilities without the point, such as 89,120: {fault}")
+    return sms
+
+
 def choice(kind: Any, text: str, option: str) -> Any:
     try:
         return kind(text)

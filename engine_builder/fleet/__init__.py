@@ -1,0 +1,1 @@
+"""Builds by the dozen: jobs for a Kubernetes cluster, and what a fleet of them left behind."""
