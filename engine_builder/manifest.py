@@ -45,7 +45,10 @@ class Manifest(_Section):
     sm: int
     backend: str
     recipe: ManifestFile
-    recipe_digest: Annotated[Sha256, Field(description="Of what the recipe asks for, whatever its layout.")]
+    recipe_digest: Annotated[
+        Sha256,
+        Field(description="Of what the recipe asks for on this architecture, whatever the file's layout."),
+    ]
     source: Annotated[tuple[ManifestFile, ...], Field(description="The source model, then its sidecars.")]
     source_sha256: Sha256
     converted: Annotated[tuple[ManifestFile, ...], Field(description="The converted graph and its sidecar.")]

@@ -32,7 +32,7 @@ from engine_builder.plan import (
 )
 from engine_builder.precision.options import ConversionOptions, resolve_options
 from engine_builder.publish import OutputPaths, output_paths, publish, publish_failure
-from engine_builder.recipe import Profile, Recipe, resolve_profiles
+from engine_builder.recipe import Profile, Recipe, for_targets, resolve_profiles
 from engine_builder.source import Source, file_sha256, load_graph, open_source
 
 log = logging.getLogger(__name__)
@@ -523,7 +523,7 @@ def _manifest(
         recipe=ManifestFile(
             name=recipe.path.name, bytes=recipe.path.stat().st_size, sha256=recipe.file_sha256
         ),
-        recipe_digest=recipe.digest(),
+        recipe_digest=for_targets(recipe, sms=(sm,)).digest(),
         source=tuple(ManifestFile(name=f.path.name, bytes=f.size, sha256=f.sha256) for f in source.files),
         source_sha256=source.sha256,
         converted=tuple(ManifestFile(**file) for file in prepared.conversion.facts["files"]),

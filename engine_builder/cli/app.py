@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from engine_builder.cli.build import build, convert
+from engine_builder.cli.fleet import collect, k8s
 from engine_builder.cli.models import fidelity, sample, structures
 from engine_builder.cli.session import SESSION
 from engine_builder.errors import BuilderError, Interrupted, ResourceError
@@ -38,7 +39,7 @@ app = typer.Typer(
 )
 
 
-for command in (build, convert, fidelity, sample, structures):
+for command in (build, collect, convert, fidelity, k8s, sample, structures):
     app.command()(command)
 
 
