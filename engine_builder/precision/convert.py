@@ -17,16 +17,20 @@ from onnx_ir.passes.common import (
     TopologicalSortPass,
 )
 
-from engine_builder.errors import BuilderError, ConversionError
+from engine_builder.errors import BuilderError, ConversionError, SourceModelError
 from engine_builder.graph.find import find_structures, require_dit
 from engine_builder.graph.passes.assign_types import AssignTypesPass
 from engine_builder.graph.passes.bake_rotary import BakeRotaryPass, RotaryTable
 from engine_builder.graph.passes.decompose_attention import DecomposeAttentionPass
+from engine_builder.graph.passes.insert_qdq import InsertQdqPass, LinearScale
 from engine_builder.graph.passes.remove_noop_casts import RemoveNoopCastsPass
+from engine_builder.graph.passes.upgrade_opset import UpgradeOpsetPass
+from engine_builder.graph.shapes import ShapeOracle
 from engine_builder.graph.weights import ConversionLedger, TensorLoss
 from engine_builder.graph.writing import save_model
 from engine_builder.precision.islands import fp32_nodes
 from engine_builder.precision.options import ConversionOptions
+from engine_builder.quantize.selection import Selection, select_linears
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +49,17 @@ class Conversion:
     passes: tuple[str, ...]
     forced_fp32: tuple[str, ...]
     """Nodes outside every structure that stay fp32 because their operator lacks the trunk type."""
+    fp8_linears: tuple[str, ...]
+    trunk_linears: tuple[tuple[str, str], ...]
+    """The linears of an fp8 recipe that stay in the trunk type, with the reason."""
 
 
 def convert(
-    model: ir.Model, destination: Path, options: ConversionOptions, lengths: Sequence[InputShapes]
+    model: ir.Model,
+    destination: Path,
+    options: ConversionOptions,
+    lengths: Sequence[InputShapes],
+    scales: Mapping[str, LinearScale] | None = None,
 ) -> Conversion:
     """Converts an fp32 ``model`` and writes it to ``destination``.
 
@@ -59,6 +70,7 @@ def convert(
         options: What to convert to.
         lengths: The input shapes of the profiles, smallest first and longest last; they size the
             rotary tables.
+        scales: Calibrated ranges by linear, for fp8.
 
     Raises:
         ConversionError: A required structure is missing, a structure cannot be converted, or a
@@ -66,7 +78,11 @@ def convert(
         ResourceError: The result cannot be written.
     """
     applied: list[str] = []
+    scales = scales or {}
     _run(model, normalizing_passes(), applied)
+    if options.trunk != "fp32":
+        # Q/DQ in E4M3 came with opset 19, bf16 convolutions with 22.
+        _run(model, [UpgradeOpsetPass(options.trunk_type, 19 if options.fp8 is not None else 0)], applied)
     structures = find_structures(model)
     if not options.generic:
         require_dit(structures)
@@ -77,6 +93,13 @@ def convert(
         bake = BakeRotaryPass(structures.rotary, lengths)
         _run(model, [bake, TopologicalSortPass()], applied)
         tables = bake.tables
+    selection: Selection | None = None
+    if options.fp8 is not None:
+        oracle = ShapeOracle(model, lengths[len(lengths) // 2])
+        selection = select_linears(
+            structures.linears, oracle, include=options.fp8.include, exclude=options.fp8.exclude
+        )
+        _refuse_missing(selection, scales)
     ledger = ConversionLedger()
     forced: tuple[str, ...] = ()
     if options.trunk != "fp32":
@@ -84,14 +107,34 @@ def convert(
         assign = AssignTypesPass(options.trunk_type, keep, ledger, clip=options.clip_overflow)
         _run(model, [assign], applied)
         forced = assign.forced
+    if selection is not None:
+        _run(model, [InsertQdqPass(selection.chosen, scales, options.trunk_type)], applied)
     _run(model, [RemoveUnusedNodesPass()], applied)
     describe(model, options)
     files = save_model(model, destination)
     losses = ledger.losses()
     _refuse_overflow(losses, options)
     return Conversion(
-        files, structures.to_json(), structures.counts(), losses, tables, tuple(applied), forced
+        files=files,
+        structures=structures.to_json(),
+        counts=structures.counts(),
+        losses=losses,
+        tables=tables,
+        passes=tuple(applied),
+        forced_fp32=forced,
+        fp8_linears=() if selection is None else selection.names,
+        trunk_linears=() if selection is None else selection.left_out,
     )
+
+
+def _refuse_missing(selection: Selection, scales: Mapping[str, LinearScale]) -> None:
+    missing = [name for name in selection.names if name not in scales]
+    if missing:
+        raise SourceModelError(
+            f"no scale is known for {len(missing)} of {len(selection.chosen)} linears",
+            where=f"node {missing[0]}",
+            hint="calibrate the model again, or exclude the linear in the recipe",
+        )
 
 
 def pass_versions() -> dict[str, int]:

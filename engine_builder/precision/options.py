@@ -20,6 +20,15 @@ DATA_TYPE = {
 
 
 @dataclass(frozen=True)
+class Fp8Options:
+    """Which linears run in fp8, by which ranges."""
+
+    weights: Literal["per_tensor", "per_channel"] = "per_tensor"
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ConversionOptions:
     """The precision section of a recipe with every default resolved.
 
@@ -44,6 +53,7 @@ class ConversionOptions:
     bound_attention: bool = True
     clip_overflow: bool = False
     generic: bool = False
+    fp8: Fp8Options | None = None
 
     def canonical(self) -> dict[str, object]:
         """Every option by name, for content keys and reports."""
@@ -67,4 +77,7 @@ def resolve_options(precision: Precision, *, generic: bool) -> ConversionOptions
         bound_attention=precision.bound_attention is not False,
         clip_overflow=precision.clip_overflow,
         generic=generic,
+        fp8=Fp8Options(precision.weights or "per_tensor", precision.include, precision.exclude)
+        if recipe == "fp8"
+        else None,
     )
