@@ -179,7 +179,8 @@ def _fp8(node: ir.Node) -> Promise:
             None if producer is None or not is_op(producer, "DequantizeLinear") else producer.inputs[0]
         )
         if quantized is None or quantized.dtype != ir.DataType.FLOAT8E4M3FN:
-            broken = f"{value.name if value else 'an operand'} of {node.op_type} {node.name} is not quantized to E4M3"
+            operand = value.name if value else "an operand"
+            broken = f"{operand} of {node.op_type} {node.name} is not quantized to E4M3"
             break
     return Promise(
         PromiseKind.FP8_LINEAR,

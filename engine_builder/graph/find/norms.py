@@ -93,10 +93,10 @@ def _decomposed(mean: ir.Node) -> Norm | str | None:
     kind, x = "rms", squared
     if is_op(centred, "Sub") and centred is not None and centred.inputs[0] is not None:
         average = producer(centred.inputs[1])
-        if is_op(average, "ReduceMean") and average is not None and average.inputs[0] is not None:
-            if origin(average.inputs[0]) is origin(centred.inputs[0]):
-                kind, x = "layer", origin(centred.inputs[0])
-                nodes = [average, centred, *nodes]
+        averaged = average.inputs[0] if average is not None and is_op(average, "ReduceMean") else None
+        if average is not None and averaged is not None and origin(averaged) is origin(centred.inputs[0]):
+            kind, x = "layer", origin(centred.inputs[0])
+            nodes = [average, centred, *nodes]
 
     added = _only(readers(mean.outputs[0]), "Add")
     if added is None:

@@ -97,10 +97,10 @@ class InsertQdqPass(ir.passes.InPlacePass):
             if id(value) not in quantized:
                 quantized[id(value)] = self._activation(graph, node, value, activations[id(value)], zero)
             node.replace_input_with(1 - side, quantized[id(value)])
-            amax = self._scales[linear.name].weight_amax
-            key = (id(linear.weight), amax)
+            ranges = self._scales[linear.name].weight_amax
+            key = (id(linear.weight), ranges)
             if key not in weights:
-                weights[key] = self._weight(graph, linear, amax, zero)
+                weights[key] = self._weight(graph, linear, ranges, zero)
             self._read_weight(linear, weights[key])
         return ir.passes.PassResult(model, bool(self._linears))
 
