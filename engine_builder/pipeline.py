@@ -98,6 +98,7 @@ class _Clock:
         cached = entry is not None
         if entry is None:
             entry = cache.make(plan.key, build)
+        History(cache.root).record(plan.scope, plan.ingredients)
         seconds = time.monotonic() - started
         self.stages.append(
             ManifestStage(
@@ -213,7 +214,6 @@ def prepare(recipe: Recipe, backend: Backend, settings: Settings, cache: Cache) 
     conversion = clock.run(
         plan, cache, lambda folder: _convert(source, options, profiles, folder / CONVERTED)
     )
-    history.record(f"convert {scope}", ingredients)
 
     fidelity: Entry | None = None
     if recipe.verify.fidelity is not None:
@@ -224,7 +224,6 @@ def prepare(recipe: Recipe, backend: Backend, settings: Settings, cache: Cache) 
             cache,
             lambda folder: _measure(recipe, source, conversion.file(CONVERTED), folder, clock),
         )
-        history.record(f"fidelity {scope}", ingredients)
     return Prepared(
         recipe=recipe,
         backend=backend,
@@ -379,7 +378,6 @@ def _one_engine(prepared: Prepared, sm: int, settings: Settings, cache: Cache) -
             )
             plan = plan_stage(cache, "compile", ingredients, prepared.history, f"compile {scope}")
             engine = clock.run(plan, cache, lambda folder: _compile(prepared, sm, folder, clock))
-            prepared.history.record(f"compile {scope}", ingredients)
         verdict = _verify(prepared, sm, engine, fidelity, paths, cache, clock)
         report = json.loads(verdict.file(REPORT).read_text())
         seconds = prepared.seconds + time.monotonic() - started

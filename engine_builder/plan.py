@@ -22,6 +22,7 @@ class StagePlan:
     key: str
     ingredients: Mapping[str, Any]
     cached: bool
+    scope: str
     reason: str
     """Why the result is at hand, or what changed since the last build so that it is not."""
 
@@ -102,7 +103,7 @@ def plan_stage(
             k for k in {*previous, *ingredients} if previous.get(k) != _plain(ingredients.get(k))
         )
         reason = f"changed: {', '.join(changed)}" if changed else "its result is gone from the cache"
-    return StagePlan(name, key, ingredients, cached, reason)
+    return StagePlan(name, key, ingredients, cached, scope, reason)
 
 
 def _plain(value: Any) -> Any:
