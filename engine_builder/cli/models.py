@@ -104,10 +104,13 @@ def structures(
 ) -> None:
     """Show what a model is made of; exit code 5 when it lacks what an SA3 DiT must have."""
     from engine_builder.graph.find import find_structures, require_dit
+    from engine_builder.precision.convert import annotate
     from engine_builder.source import load_graph, open_source
 
     SESSION.screen()
-    found = find_structures(load_graph(open_source(model, float_input=False)))
+    graph = load_graph(open_source(model, float_input=False))
+    annotate(graph)
+    found = find_structures(graph)
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=1))
     else:

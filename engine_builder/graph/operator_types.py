@@ -15,7 +15,8 @@ _SPELLED = {
 
 
 @lru_cache(maxsize=4096)
-def _schema(op_type: str, domain: str, opset: int) -> onnx.defs.OpSchema | None:
+def schema_of(op_type: str, domain: str, opset: int) -> onnx.defs.OpSchema | None:
+    """The standard's definition of an operator at ``opset``; None if it knows no such operator."""
     try:
         return onnx.defs.get_schema(op_type, opset, domain)
     except onnx.defs.SchemaError:
@@ -29,7 +30,7 @@ def supports(op_type: str, domain: str, opset: int, dtype: ir.DataType) -> bool:
     ``Conv`` takes bf16 from opset 22 on, for example.  An operator that the standard does not know
     is not retyped.
     """
-    schema = _schema(op_type, domain, opset)
+    schema = schema_of(op_type, domain, opset)
     if schema is None:
         return False
     spelled = _SPELLED[dtype]
@@ -45,7 +46,7 @@ def supports(op_type: str, domain: str, opset: int, dtype: ir.DataType) -> bool:
 @lru_cache(maxsize=4096)
 def is_pinned(op_type: str, domain: str, opset: int, operand: int) -> bool:
     """Whether the standard fixes this operand to fp32, as the scales of ``Resize``."""
-    schema = _schema(op_type, domain, opset)
+    schema = schema_of(op_type, domain, opset)
     if schema is None or operand >= len(schema.inputs):
         return False
     return bool(schema.inputs[operand].type_str == _SPELLED[ir.DataType.FLOAT])

@@ -10,7 +10,6 @@ from typing import Any
 
 import onnx_ir as ir
 from onnx_ir.passes.common import (
-    IdentityEliminationPass,
     InlinePass,
     LiftConstantsToInitializersPass,
     RemoveUnusedNodesPass,
@@ -22,8 +21,10 @@ from engine_builder.graph.find import find_structures, require_dit
 from engine_builder.graph.passes.assign_types import AssignTypesPass
 from engine_builder.graph.passes.bake_rotary import BakeRotaryPass, RotaryTable
 from engine_builder.graph.passes.decompose_attention import DecomposeAttentionPass
+from engine_builder.graph.passes.infer_types import InferTypesPass
 from engine_builder.graph.passes.insert_qdq import InsertQdqPass, LinearScale
-from engine_builder.graph.passes.remove_noop_casts import RemoveNoopCastsPass
+from engine_builder.graph.passes.name_nodes import NameNodesPass
+from engine_builder.graph.passes.remove_noops import RemoveNoopsPass
 from engine_builder.graph.passes.upgrade_opset import UpgradeOpsetPass
 from engine_builder.graph.shapes import ShapeOracle
 from engine_builder.graph.weights import ConversionLedger, TensorLoss
@@ -141,7 +142,16 @@ def pass_versions() -> dict[str, int]:
     """The version of every pass that shapes a converted graph: an ingredient of its content key."""
     return {
         p.__name__: p.version
-        for p in (AssignTypesPass, BakeRotaryPass, DecomposeAttentionPass, RemoveNoopCastsPass)
+        for p in (
+            AssignTypesPass,
+            BakeRotaryPass,
+            DecomposeAttentionPass,
+            InferTypesPass,
+            InsertQdqPass,
+            NameNodesPass,
+            RemoveNoopsPass,
+            UpgradeOpsetPass,
+        )
     }
 
 
@@ -149,12 +159,22 @@ def normalizing_passes() -> list[ir.passes.PassBase]:
     """Brings every exporter's spelling to one form without changing what is computed."""
     return [
         InlinePass(),
+        NameNodesPass(),
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
-        IdentityEliminationPass(),
-        RemoveNoopCastsPass(),
-        DecomposeAttentionPass(),
         TopologicalSortPass(),
+        InferTypesPass(),
+        RemoveNoopsPass(),
+        DecomposeAttentionPass(),
     ]
+
+
+def annotate(model: ir.Model) -> None:
+    """Sorts the nodes and fills in missing types, which is all that the finders need.
+
+    Raises:
+        ConversionError: The graph cannot be sorted.
+    """
+    _run(model, [TopologicalSortPass(), InferTypesPass()], [])
 
 
 def describe(model: ir.Model, options: ConversionOptions) -> None:
