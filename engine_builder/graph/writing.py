@@ -32,6 +32,7 @@ def save_model(model: ir.Model, path: Path) -> tuple[Path, ...]:
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _hold_small(model, None if total < INLINE_LIMIT else _SIDECAR_MINIMUM)
         if total < INLINE_LIMIT:
             ir.save(model, partial)
             files: tuple[Path, ...] = (path,)
@@ -56,3 +57,12 @@ def save_model(model: ir.Model, path: Path) -> tuple[Path, ...]:
             ) from error
         raise
     return files
+
+
+def _hold_small(model: ir.Model, below: int | None) -> None:
+    """Reads constants that stay in the model file (all of them if ``below`` is None, else those of
+    fewer bytes): a lazy one refers to a range of the source file, which the new file must not."""
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor) and (below is None or tensor.nbytes < below):
+            value.const_value = ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)
