@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from engine_builder.cli.build import build, convert
+from engine_builder.cli.bundle import bundle
 from engine_builder.cli.fleet import collect, k8s
 from engine_builder.cli.models import fidelity, sample, structures
 from engine_builder.cli.session import SESSION
@@ -41,6 +42,7 @@ app = typer.Typer(
 
 for command in (build, collect, convert, fidelity, k8s, sample, structures):
     app.command()(command)
+app.add_typer(bundle, name="bundle")
 
 
 def _stop(signum: int, frame: object) -> None:
