@@ -112,3 +112,54 @@ def ints(value: ir.Value | None) -> list[int] | None:
 def other_operand(node: ir.Node, index: int) -> ir.Value | None:
     """The second operand of a binary node, seen from operand ``index``."""
     return node.inputs[1 - index] if len(node.inputs) == 2 else None
+
+
+class Fingerprints:
+    """Numbers that are equal for values computed in the same way from the same things.
+
+    Exporters that do not merge equal computations compute one angle, or take one half of a query,
+    several times over.  Representation changes do not count.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._known: dict[object, int] = {}
+
+    def __call__(self, value: ir.Value) -> int:
+        pending = [origin(value)]
+        while pending:
+            current = pending[-1]
+            if id(current) in self._numbers:
+                pending.pop()
+                continue
+            operands = [None if v is None else origin(v) for v in _operands(current)]
+            missing = [v for v in operands if v is not None and id(v) not in self._numbers]
+            if missing:
+                pending.extend(missing)
+                continue
+            pending.pop()
+            key = _key(current, [-1 if v is None else self._numbers[id(v)] for v in operands])
+            self._numbers[id(current)] = self._known.setdefault(key, len(self._known))
+        return self._numbers[id(origin(value))]
+
+
+def _operands(value: ir.Value) -> tuple[ir.Value | None, ...]:
+    node = value.producer()
+    return () if node is None or constant(value) is not None or _is_opaque(node) else tuple(node.inputs)
+
+
+def _is_opaque(node: ir.Node) -> bool:
+    """A node that is equal to itself alone: one with a body, or with no inputs, as random numbers."""
+    graphs = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+    return not node.inputs or any(a.type in graphs for a in node.attributes.values())
+
+
+def _key(value: ir.Value, operands: list[int]) -> object:
+    tensor = constant(value)
+    if tensor is not None and tensor.size <= SMALL:
+        return ("constant", tensor.dtype, tuple(tensor.shape.numpy()), tensor.tobytes())
+    node = value.producer()
+    if node is None or tensor is not None or _is_opaque(node):
+        return ("value", id(value))
+    attributes = tuple(sorted((a.name, repr(a.value)) for a in node.attributes.values()))
+    return (node.domain, node.op_type, attributes, tuple(operands), value.index())

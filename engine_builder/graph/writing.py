@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 
 import onnx_ir as ir
 
-from engine_builder.errors import ResourceError
+from engine_builder.durable import UNWRITABLE, disk_error, replacing_together
 from engine_builder.graph.weights import writer_threads
 
 INLINE_LIMIT = 64 << 20
@@ -29,40 +27,21 @@ def save_model(model: ir.Model, path: Path) -> tuple[Path, ...]:
     """
     total = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     sidecar = path.with_name(path.name + ".data")
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _hold_small(model, None if total < INLINE_LIMIT else _SIDECAR_MINIMUM)
-        if total < INLINE_LIMIT:
-            ir.save(model, partial)
-            files: tuple[Path, ...] = (path,)
-        else:
+        with replacing_together(path, sidecar) as folder:
+            if total < INLINE_LIMIT:
+                ir.save(model, folder / path.name)
+                return (path,)
             ir.save(
                 model,
-                partial,
+                folder / path.name,
                 external_data=sidecar.name,
                 size_threshold_bytes=_SIDECAR_MINIMUM,
                 max_workers=writer_threads(),
                 max_in_flight_bytes=64 << 20,
             )
-            files = (path, sidecar)
-        partial.replace(path)
+            return (path, sidecar)
     except OSError as error:
-        partial.unlink(missing_ok=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
-            raise ResourceError(
-                f"cannot write the converted model, {total / 1e6:.0f} MB: {os.strerror(error.errno)}",
-                where=str(path),
-                hint="free space or choose another folder, then run the same command again",
-            ) from error
+        if error.errno in UNWRITABLE:
+            raise disk_error(error, path, total) from error
         raise
-    return files
-
-
-def _hold_small(model: ir.Model, below: int | None) -> None:
-    """Reads constants that stay in the model file (all of them if ``below`` is None, else those of
-    fewer bytes): a lazy one refers to a range of the source file, which the new file must not."""
-    for value in model.graph.initializers.values():
-        tensor = value.const_value
-        if isinstance(tensor, ir.ExternalTensor) and (below is None or tensor.nbytes < below):
-            value.const_value = ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)
