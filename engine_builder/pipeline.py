@@ -246,18 +246,27 @@ def convert_only(recipe: Recipe, out: Path, settings: Settings) -> Mapping[str, 
     Raises:
         BuilderError: The source, the recipe or the conversion is at fault.
     """
-    clock = _Clock(settings)
-    cache = Cache(settings.cache)
+    source = recipe_source(recipe, settings)
+    profiles = resolve_profiles(recipe, source.inputs)
+    options = resolve_options(recipe.precision, generic=recipe.model.kind == "generic")
+    return _convert(source, options, profiles, out)
+
+
+def recipe_source(recipe: Recipe, settings: Settings) -> Source:
+    """The recipe's model, checked and hashed.
+
+    Raises:
+        SourceModelError: The model is missing, damaged or not the one the recipe demands.
+    """
     memory = FileMemory(settings.cache / "hashes.json")
     source = open_source(
-        source_path(recipe, cache, clock),
+        source_path(recipe, Cache(settings.cache), _Clock(settings)),
         sha256=recipe.model.sha256,
         plugins=bool(recipe.build.plugins),
         known=memory.recall,
     )
-    profiles = resolve_profiles(recipe, source.inputs)
-    options = resolve_options(recipe.precision, generic=recipe.model.kind == "generic")
-    return _convert(source, options, profiles, out)
+    memory.record(source.files)
+    return source
 
 
 def source_path(recipe: Recipe, cache: Cache, clock: _Clock) -> Path:

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from engine_builder.cli.build import build, convert
 from engine_builder.cli.bundle import bundle
+from engine_builder.cli.calibrate import calibrate
 from engine_builder.cli.fleet import collect, k8s
 from engine_builder.cli.models import fidelity, sample, structures
 from engine_builder.cli.session import SESSION
@@ -40,7 +41,7 @@ app = typer.Typer(
 )
 
 
-for command in (build, collect, convert, fidelity, k8s, sample, structures):
+for command in (build, calibrate, collect, convert, fidelity, k8s, sample, structures):
     app.command()(command)
 app.add_typer(bundle, name="bundle")
 
