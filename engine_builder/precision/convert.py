@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from engine_builder.graph.passes.name_nodes import NameNodesPass
 from engine_builder.graph.passes.remove_noops import RemoveNoopsPass
 from engine_builder.graph.passes.upgrade_opset import UpgradeOpsetPass
 from engine_builder.graph.shapes import ShapeOracle
+from engine_builder.graph.structures import Linear, Structures
 from engine_builder.graph.weights import ConversionLedger, TensorLoss
 from engine_builder.graph.writing import save_model
 from engine_builder.precision.islands import fp32_nodes
@@ -55,6 +56,18 @@ class Conversion:
     """The linears of an fp8 recipe that stay in the trunk type, with the reason."""
 
 
+@dataclass(frozen=True)
+class Retyped:
+    """A model whose graph has its types, before its weights are written."""
+
+    structures: Structures
+    selection: Selection | None
+    tables: tuple[RotaryTable, ...]
+    forced_fp32: tuple[str, ...]
+    passes: tuple[str, ...]
+    ledger: ConversionLedger
+
+
 def convert(
     model: ir.Model,
     destination: Path,
@@ -74,12 +87,45 @@ def convert(
         scales: Calibrated ranges by linear, for fp8.
 
     Raises:
+        SourceModelError: A linear that fp8 needs a range of has none.
         ConversionError: A required structure is missing, a structure cannot be converted, or a
             weight overflows the trunk type and clipping was not accepted.
         ResourceError: The result cannot be written.
     """
+    retyped = retype(model, options, lengths, scales or {})
+    passes = list(retyped.passes)
+    _run(model, [RemoveUnusedNodesPass()], passes)
+    describe(model, options)
+    files = save_model(model, destination)
+    losses = retyped.ledger.losses()
+    _refuse_overflow(losses, options)
+    return Conversion(
+        files=files,
+        structures=retyped.structures.to_json(),
+        counts=retyped.structures.counts(),
+        losses=losses,
+        tables=retyped.tables,
+        passes=tuple(passes),
+        forced_fp32=retyped.forced_fp32,
+        fp8_linears=() if retyped.selection is None else retyped.selection.names,
+        trunk_linears=() if retyped.selection is None else retyped.selection.left_out,
+    )
+
+
+def retype(
+    model: ir.Model,
+    options: ConversionOptions,
+    lengths: Sequence[InputShapes],
+    scales: Mapping[str, LinearScale],
+    *,
+    before_quantization: Callable[[Sequence[Linear]], None] | None = None,
+) -> Retyped:
+    """Gives the graph of ``model`` the types of ``options``; raises as ``convert`` does.
+
+    ``before_quantization`` is shown the chosen linears of an fp8 recipe while their operands are
+    still in the trunk type.
+    """
     applied: list[str] = []
-    scales = scales or {}
     _run(model, normalizing_passes(), applied)
     if options.trunk != "fp32":
         # Q/DQ in E4M3 came with opset 19, bf16 convolutions with 22.
@@ -98,7 +144,11 @@ def convert(
     if options.fp8 is not None:
         oracle = ShapeOracle(model, lengths[len(lengths) // 2])
         selection = select_linears(
-            structures.linears, oracle, include=options.fp8.include, exclude=options.fp8.exclude
+            structures.linears,
+            oracle,
+            include=options.fp8.include,
+            exclude=options.fp8.exclude,
+            left_out=options.fp8.left_out,
         )
         _refuse_missing(selection, scales)
     ledger = ConversionLedger()
@@ -109,23 +159,10 @@ def convert(
         _run(model, [assign], applied)
         forced = assign.forced
     if selection is not None:
+        if before_quantization is not None:
+            before_quantization(selection.chosen)
         _run(model, [InsertQdqPass(selection.chosen, scales, options.trunk_type)], applied)
-    _run(model, [RemoveUnusedNodesPass()], applied)
-    describe(model, options)
-    files = save_model(model, destination)
-    losses = ledger.losses()
-    _refuse_overflow(losses, options)
-    return Conversion(
-        files=files,
-        structures=structures.to_json(),
-        counts=structures.counts(),
-        losses=losses,
-        tables=tables,
-        passes=tuple(applied),
-        forced_fp32=forced,
-        fp8_linears=() if selection is None else selection.names,
-        trunk_linears=() if selection is None else selection.left_out,
-    )
+    return Retyped(structures, selection, tables, forced, tuple(applied), ledger)
 
 
 def _refuse_missing(selection: Selection, scales: Mapping[str, LinearScale]) -> None:

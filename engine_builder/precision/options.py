@@ -26,6 +26,8 @@ class Fp8Options:
     weights: Literal["per_tensor", "per_channel"] = "per_tensor"
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """Names of linears that stay in the trunk type because min_cosine cannot be reached with them."""
 
 
 @dataclass(frozen=True)

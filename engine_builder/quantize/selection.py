@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -33,6 +33,7 @@ def select_linears(
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    left_out: Collection[str] = (),
 ) -> Selection:
     """The linears with both sides >= 128 that run over the sequence or the text tokens.
 
@@ -43,6 +44,7 @@ def select_linears(
 
     Args:
         linears: Of the source graph.
+        left_out: Names of linears that measured too costly; they stay in the trunk type.
         oracle: Shapes at a typical length; rows are the product of all dimensions but the features.
 
     Raises:
@@ -56,18 +58,20 @@ def select_linears(
                     hint="list the names with: structures MODEL.onnx --json",
                 )
     chosen: list[Linear] = []
-    left_out: list[tuple[str, str]] = []
+    others: list[tuple[str, str]] = []
     for linear in linears:
         reason = _reason(linear, oracle)
         if not reason and any(fnmatchcase(linear.name, p) for p in exclude):
             reason = "excluded by the recipe"
         if reason and any(fnmatchcase(linear.name, p) for p in include):
             reason = ""
+        if not reason and linear.name in left_out:
+            reason = "costs more fidelity than min_cosine allows"
         if reason:
-            left_out.append((linear.name, reason))
+            others.append((linear.name, reason))
         else:
             chosen.append(linear)
-    return Selection(tuple(chosen), tuple(left_out))
+    return Selection(tuple(chosen), tuple(others))
 
 
 def _reason(linear: Linear, oracle: ShapeOracle) -> str:
