@@ -9,15 +9,15 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine_builder import __version__
 from engine_builder.cache import Cache, Entry, content_key
 from engine_builder.compile.backend import Backend, CompileRequest, build_options, load_backend
-from engine_builder.errors import Interrupted, PlatformError
+from engine_builder.errors import Interrupted, PlatformError, SourceModelError
 from engine_builder.events import Event, Listener, ignore
 from engine_builder.file_memory import FileMemory
 from engine_builder.locks import hold
@@ -34,6 +34,9 @@ from engine_builder.precision.options import ConversionOptions, resolve_options
 from engine_builder.publish import OutputPaths, output_paths, publish, publish_failure
 from engine_builder.recipe import Profile, Recipe, for_targets, resolve_profiles
 from engine_builder.source import Source, file_sha256, load_graph, open_source
+
+if TYPE_CHECKING:
+    from engine_builder.quantize.scales import Scales
 
 log = logging.getLogger(__name__)
 
@@ -157,17 +160,27 @@ class Prepared:
 
     recipe: Recipe
     backend: Backend
-    source: Source
-    profiles: tuple[Profile, ...]
-    options: ConversionOptions
+    opened: Opened
     conversion: Entry
+    sensitivity: Mapping[str, Any] | None
     fidelity: Entry | None
     clock: _Clock
     history: History
     memory: FileMemory
     seconds: float
     image: Mapping[str, str] | None = None
-    fp8_linears: tuple[str, ...] = ()
+
+    @property
+    def source(self) -> Source:
+        return self.opened.source
+
+    @property
+    def profiles(self) -> tuple[Profile, ...]:
+        return self.opened.profiles
+
+    @property
+    def options(self) -> ConversionOptions:
+        return self.opened.options
 
     @property
     def converted(self) -> Path:
@@ -180,6 +193,59 @@ LAYERS = "layers.txt"
 REPORT = "verify.json"
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A recipe with its source checked, and what it asks for resolved against that source."""
+
+    source: Source
+    profiles: tuple[Profile, ...]
+    options: ConversionOptions
+    scales: ScalesFile | None
+
+
+@dataclass(frozen=True)
+class ScalesFile:
+    """A scales file that belongs to the source."""
+
+    file: ManifestFile
+    scales: Scales
+
+
+def open_recipe(recipe: Recipe, cache: Cache, memory: FileMemory, clock: _Clock) -> Opened:
+    """Finds and checks what a recipe names: its model, and for fp8 its scales.
+
+    Raises:
+        RecipeError: A profile does not fit the model, or fp8 names no scales.
+        SourceModelError: The model or the scales cannot be used.
+    """
+    source = open_source(
+        source_path(recipe, cache, clock),
+        sha256=recipe.model.sha256,
+        plugins=bool(recipe.build.plugins),
+        float_input=recipe.model.kind != "generic",
+        known=memory.recall,
+    )
+    memory.record(source.files)
+    profiles = resolve_profiles(recipe, source.inputs)
+    options = resolve_options(recipe.precision, generic=recipe.model.kind == "generic")
+    scales: ScalesFile | None = None
+    if recipe.precision.recipe == "fp8":
+        from engine_builder.quantize.scales import load_scales
+
+        path = recipe.precision.scales
+        if path is None:
+            raise recipe.error(
+                ("precision",),
+                "fp8 needs calibrated scales and names none",
+                hint=f"make them with: entrypoint.py calibrate {recipe.path} --out scales.json, "
+                "then set precision.scales",
+            )
+        loaded = load_scales(path)
+        loaded.require_source(source.sha256)
+        scales = ScalesFile(ManifestFile(**_file(path)), loaded)
+    return Opened(source, profiles, options, scales)
+
+
 def prepare(recipe: Recipe, backend: Backend, settings: Settings, cache: Cache) -> Prepared:
     """Everything that the engines of a recipe have in common: source, conversion, fidelity gate."""
     clock = _Clock(settings)
@@ -187,15 +253,8 @@ def prepare(recipe: Recipe, backend: Backend, settings: Settings, cache: Cache) 
     memory = FileMemory(settings.cache / "hashes.json")
     started = time.monotonic()
     settings.listener(Event("source", "started"))
-    path = source_path(recipe, cache, clock)
-    source = open_source(
-        path,
-        sha256=recipe.model.sha256,
-        plugins=bool(recipe.build.plugins),
-        known=memory.recall,
-    )
-    memory.record(source.files)
-    profiles = resolve_profiles(recipe, source.inputs)
+    opened = open_recipe(recipe, cache, memory, clock)
+    source = opened.source
     settings.listener(
         Event(
             "source",
@@ -204,21 +263,13 @@ def prepare(recipe: Recipe, backend: Backend, settings: Settings, cache: Cache) 
             {"seconds": time.monotonic() - started, "cached": False},
         )
     )
-    options = resolve_options(recipe.precision, generic=recipe.model.kind == "generic")
     scope = str(_paths(recipe, recipe.target.sm[0]).engine.absolute())
-
-    from engine_builder.precision.convert import pass_versions
-
-    ingredients = conversion_ingredients(source.sha256, options, profiles, pass_versions(), None)
-    plan = plan_stage(cache, "convert", ingredients, history, f"convert {scope}")
-    conversion = clock.run(
-        plan, cache, lambda folder: _convert(source, options, profiles, folder / CONVERTED)
-    )
-
+    opened, sensitivity = _reach_min_cosine(recipe, opened, cache, clock, history, scope)
+    plan = plan_conversion(opened, cache, history, scope)
+    conversion = clock.run(plan, cache, lambda folder: _convert(opened, folder / CONVERTED))
     fidelity: Entry | None = None
     if recipe.verify.fidelity is not None:
-        ingredients = fidelity_ingredients(recipe, source.sha256, plan.key, GATE_VERSION, None)
-        gate = plan_stage(cache, "fidelity", ingredients, history, f"fidelity {scope}")
+        gate = plan_fidelity(recipe, opened, plan.key, cache, history, scope)
         fidelity = clock.run(
             gate,
             cache,
@@ -227,10 +278,9 @@ def prepare(recipe: Recipe, backend: Backend, settings: Settings, cache: Cache) 
     return Prepared(
         recipe=recipe,
         backend=backend,
-        source=source,
-        profiles=profiles,
-        options=options,
+        opened=opened,
         conversion=conversion,
+        sensitivity=None if sensitivity is None else sensitivity.facts,
         fidelity=fidelity,
         clock=clock,
         history=history,
@@ -240,33 +290,103 @@ def prepare(recipe: Recipe, backend: Backend, settings: Settings, cache: Cache) 
     )
 
 
+def plan_conversion(opened: Opened, cache: Cache, history: History, scope: str) -> StagePlan:
+    from engine_builder.precision.convert import pass_versions
+
+    scales = opened.scales
+    ingredients = conversion_ingredients(
+        opened.source.sha256,
+        opened.options,
+        opened.profiles,
+        pass_versions(),
+        None if scales is None else scales.file.sha256,
+    )
+    return plan_stage(cache, "convert", ingredients, history, f"convert {scope}")
+
+
+def plan_fidelity(
+    recipe: Recipe, opened: Opened, conversion_key: str, cache: Cache, history: History, scope: str
+) -> StagePlan:
+    asked = recipe.verify.fidelity
+    data = None if asked is None or asked.data is None else recorded_digest(asked.data)
+    ingredients = fidelity_ingredients(recipe, opened.source.sha256, conversion_key, GATE_VERSION, data)
+    return plan_stage(cache, "fidelity", ingredients, history, f"fidelity {scope}")
+
+
+def recorded_digest(folder: Path) -> str:
+    """The digest of recorded inputs: of every file's name and content, in order of names.
+
+    Raises:
+        SourceModelError: There is no such file or folder.
+    """
+    files = sorted(folder.glob("*.npz")) if folder.is_dir() else [folder]
+    try:
+        lines = [f"{file.name} {file_sha256(file)}" for file in files]
+    except OSError as error:
+        raise SourceModelError(f"cannot be read: {error.strerror}", where=str(folder)) from error
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _reach_min_cosine(
+    recipe: Recipe, opened: Opened, cache: Cache, clock: _Clock, history: History, scope: str
+) -> tuple[Opened, Entry | None]:
+    """For an fp8 recipe with ``min_cosine``: the options with the costliest linears left out."""
+    wanted, options, scales = recipe.precision.min_cosine, opened.options, opened.scales
+    if wanted is None or options.fp8 is None or scales is None:
+        return opened, None
+    asked = recipe.verify.fidelity
+    sweep: dict[str, Any] = {
+        "lengths": list(recipe.fidelity_lengths()) or [64],
+        "t": list(asked.t) if asked is not None else [1.0, 0.5, 0.02],
+        "seed": 0 if asked is None else asked.seed,
+        "min_cosine": wanted,
+    }
+    ingredients = {
+        **conversion_ingredients(opened.source.sha256, options, opened.profiles, {}, scales.file.sha256),
+        "sweep": sweep,
+        "evaluator": GATE_VERSION,
+    }
+    plan = plan_stage(cache, "sensitivity", ingredients, history, f"sensitivity {scope}")
+
+    def rank(folder: Path) -> Mapping[str, Any]:
+        from engine_builder.quantize.sensitivity import rank_linears
+
+        def progress(text: str) -> None:
+            clock.check_cancelled()
+            clock.progress("sensitivity", text)
+
+        assert options.fp8 is not None
+        found = rank_linears(
+            load_graph(opened.source),
+            opened.source.path,
+            options,
+            table_lengths(opened.source, opened.profiles),
+            scales.scales.ranges(options.fp8.weights),
+            lengths=sweep["lengths"],
+            t=sweep["t"],
+            min_cosine=wanted,
+            seed=sweep["seed"],
+            progress=progress,
+        )
+        return found.to_json()
+
+    entry = clock.run(plan, cache, rank)
+    chosen = replace(options, fp8=replace(options.fp8, left_out=tuple(entry.facts["left_out"])))
+    return replace(opened, options=chosen), entry
+
+
 def convert_only(recipe: Recipe, out: Path, settings: Settings) -> Mapping[str, Any]:
     """Converts the recipe's model to ``out``; returns what was found and done.
 
     Raises:
         BuilderError: The source, the recipe or the conversion is at fault.
     """
-    source = recipe_source(recipe, settings)
-    profiles = resolve_profiles(recipe, source.inputs)
-    options = resolve_options(recipe.precision, generic=recipe.model.kind == "generic")
-    return _convert(source, options, profiles, out)
-
-
-def recipe_source(recipe: Recipe, settings: Settings) -> Source:
-    """The recipe's model, checked and hashed.
-
-    Raises:
-        SourceModelError: The model is missing, damaged or not the one the recipe demands.
-    """
-    memory = FileMemory(settings.cache / "hashes.json")
-    source = open_source(
-        source_path(recipe, Cache(settings.cache), _Clock(settings)),
-        sha256=recipe.model.sha256,
-        plugins=bool(recipe.build.plugins),
-        known=memory.recall,
-    )
-    memory.record(source.files)
-    return source
+    clock = _Clock(settings)
+    cache = Cache(settings.cache)
+    opened = open_recipe(recipe, cache, FileMemory(settings.cache / "hashes.json"), clock)
+    scope = str(out.absolute())
+    opened, _ = _reach_min_cosine(recipe, opened, cache, clock, History(settings.cache), scope)
+    return _convert(opened, out)
 
 
 def source_path(recipe: Recipe, cache: Cache, clock: _Clock) -> Path:
@@ -297,12 +417,14 @@ def _paths(recipe: Recipe, sm: int) -> OutputPaths:
     return output_paths(output.dir, sm, recipe.model.name, recipe.precision.recipe, output.name)
 
 
-def _convert(
-    source: Source, options: ConversionOptions, profiles: Sequence[Profile], out: Path
-) -> Mapping[str, Any]:
+def _convert(opened: Opened, out: Path) -> Mapping[str, Any]:
     from engine_builder.precision.convert import convert
 
-    conversion = convert(load_graph(source), out, options, table_lengths(source, profiles))
+    source, options, scales = opened.source, opened.options, opened.scales
+    ranges = None
+    if scales is not None and options.fp8 is not None:
+        ranges = scales.scales.ranges(options.fp8.weights)
+    conversion = convert(load_graph(source), out, options, table_lengths(source, opened.profiles), ranges)
     rounded = conversion.losses
     return {
         "files": [_file(path) for path in conversion.files],
@@ -311,6 +433,14 @@ def _convert(
         "passes": list(conversion.passes),
         "tables": [asdict(table) for table in conversion.tables],
         "forced_fp32": list(conversion.forced_fp32),
+        "fp8": None
+        if scales is None
+        else {
+            "linears": list(conversion.fp8_linears),
+            "trunk_linears": dict(conversion.trunk_linears),
+            "calibration": scales.scales.calibration.model_dump(mode="json"),
+            "synthetic_data": scales.scales.synthetic,
+        },
         "weights": {
             "converted": len(rounded),
             "overflowed": {loss.tensor: loss.overflowed for loss in rounded if loss.overflowed},
@@ -488,7 +618,8 @@ def _verify(
             sm=sm,
             converted=prepared.converted,
             options=prepared.options,
-            fp8_linears=prepared.fp8_linears,
+            fp8_linears=(prepared.conversion.facts["fp8"] or {}).get("linears", ()),
+            sensitivity=prepared.sensitivity,
             source=prepared.source,
             profiles=prepared.profiles,
             expect=recipe.verify.expect,
@@ -534,7 +665,7 @@ def _manifest(
         source=tuple(ManifestFile(name=f.path.name, bytes=f.size, sha256=f.sha256) for f in source.files),
         source_sha256=source.sha256,
         converted=tuple(ManifestFile(**file) for file in prepared.conversion.facts["files"]),
-        scales=None,
+        scales=None if prepared.opened.scales is None else prepared.opened.scales.file,
         versions=versions(prepared.backend),
         image=None if prepared.image is None else dict(prepared.image),
         stages=tuple(stages),

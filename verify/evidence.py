@@ -159,6 +159,7 @@ def judge_build(
     layer_table: str | None,
     fidelity: Mapping[str, Any] | None,
     conversion: Mapping[str, Any],
+    sensitivity: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
     """The report on an engine that was just built, or on a conversion that did not pass the gate.
 
@@ -187,6 +188,6 @@ def judge_build(
         expect=expect,
         fidelity=fidelity,
         precision=options.canonical(),
-        conversion=conversion,
+        conversion={**conversion, "sensitivity": sensitivity},
         information=information,
     )
