@@ -7,23 +7,27 @@ written last and lists them with their sizes and hashes.  An entry without it ne
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import logging
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_builder.errors import ResourceError
+from engine_builder.durable import (
+    FULL,
+    disk_error,
+    partial_path,
+    remove,
+    sync_file,
+    sync_folder,
+    write_durably,
+)
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever the layout of an entry changes; entries of other formats are ignored."""
 
 _MANIFEST = "entry.json"
@@ -72,104 +76,96 @@ class Cache:
         return self._root
 
     def find(self, key: str) -> Entry | None:
-        """The entry under ``key``, if it is complete: every file present in its recorded size."""
+        """The entry under ``key``, if it is complete and unchanged.
+
+        A file whose inode and modification time are those that were recorded is trusted; any other
+        (a copied cache, a file that was touched or edited) is hashed again.
+        """
         folder = self._root / key
         try:
             manifest = json.loads((folder / _MANIFEST).read_text())
             if manifest["format"] != FORMAT or manifest["key"] != key:
                 return None
-            for name, file in manifest["files"].items():
-                if (folder / name).stat().st_size != file["size"]:
-                    log.warning("cache entry %s: %s has changed its size; it is made anew", key, name)
+            files = manifest["files"]
+            stamps = {name: _stamp(folder / name) for name in files}
+            for name, file in files.items():
+                if stamps[name] != file["stamp"] and sha256_file(folder / name) != file["sha256"]:
+                    log.warning("cache entry %s: %s is damaged; it is made anew", key, name)
                     return None
-            return Entry(key, folder, manifest["facts"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            entry = Entry(key, folder, dict(manifest["facts"]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
+        if any(stamps[name] != file["stamp"] for name, file in files.items()):
+            known = {name: {**file, "stamp": stamps[name]} for name, file in files.items()}
+            with contextlib.suppress(OSError):  # it only spares the next reader the hashing
+                _record(folder, {**manifest, "files": known})
+        return entry
 
-    def make(self, key: str, build: Callable[[Path], Mapping[str, Any]]) -> Entry:
+    def make(self, key: str, build: Callable[[Path], Mapping[str, Any]], needed: int | None = None) -> Entry:
         """Runs ``build`` in a temporary folder and keeps what it wrote, with the facts it returned.
 
+        ``needed`` says how many bytes that will be, for the message when they do not fit.
+
         Raises:
-            ResourceError: The cache folder cannot be written to.
+            ResourceError: The cache folder cannot be written to, or its disk is full.
         """
-        with self._writing():
+        with self._writing(needed):
             self._root.mkdir(parents=True, exist_ok=True)
-            staging = Path(tempfile.mkdtemp(prefix=f".{key}.", suffix=f".{os.getpid()}", dir=self._root))
+            staging = partial_path(self._root / key)
+            remove(staging)
+            staging.mkdir()
         try:
-            facts = dict(build(staging))
-            files = {
-                path.relative_to(staging).as_posix(): {"size": path.stat().st_size}
-                for path in sorted(staging.rglob("*"))
-                if path.is_file()
-            }
-            manifest = {"format": FORMAT, "key": key, "files": files, "facts": facts}
-            with self._writing():
-                write_durably(staging / _MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
+            try:
+                facts = dict(build(staging))
+            except OSError as error:
+                if error.errno in FULL:
+                    raise disk_error(error, self._root, needed) from error
+                raise  # it may be about what the stage reads
+            with self._writing(needed):
+                files = {path.relative_to(staging).as_posix(): path for path in _files(staging)}
+                for path in files.values():
+                    sync_file(path)
+                described = {
+                    name: {"sha256": sha256_file(path), "stamp": _stamp(path)} for name, path in files.items()
+                }
+                _record(staging, {"format": FORMAT, "key": key, "files": described, "facts": facts})
                 folder = self._root / key
-                if folder.exists():
-                    shutil.rmtree(folder)
+                remove(folder)
                 staging.rename(folder)
+                sync_folder(self._root)
         except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
+            remove(staging)
             raise
         return Entry(key, folder, facts)
 
     def sweep(self) -> int:
-        """Removes what killed builds left behind; returns how many folders.
+        """Removes what killed builds left behind; returns how many files and folders.
 
-        A staging folder carries the pid of its builder; the caller holds the cache's lock, so that
-        no other live builder has one here.
+        The caller holds the cache's lock, so that no other live builder writes here.
         """
         removed = 0
-        for leftover in self._root.glob(".*-*"):
-            if leftover.is_dir():
-                shutil.rmtree(leftover, ignore_errors=True)
-                removed += 1
+        for leftover in (*self._root.glob(".*.partial"), *self._root.glob("*/.*.partial")):
+            remove(leftover)
+            removed += 1
         return removed
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _writing(self, needed: int | None = None) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise disk_error(error, self._root) from error
+            raise disk_error(error, self._root, needed) from error
 
 
-def disk_error(error: OSError, path: Path) -> ResourceError:
-    """The error a user sees when ``path`` cannot be written: full, over quota or read-only."""
-    reason = os.strerror(error.errno) if error.errno else str(error)
-    hint = {
-        errno.ENOSPC: "free space on that disk, then run the same command again",
-        errno.EDQUOT: "raise the quota or free space, then run the same command again",
-        errno.EROFS: "mount it writable or choose another folder",
-        errno.EACCES: "make it writable for this user or choose another folder",
-        errno.EPERM: "make it writable for this user or choose another folder",
-    }.get(error.errno or 0)
-    return ResourceError(f"cannot write: {reason}", where=str(path), hint=hint)
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Writes ``data`` so that ``path`` is either absent, old or complete, even after a power cut."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+def _stamp(path: Path) -> list[int]:
+    """What changes when a file is written to; a further hard link, as publishing makes, changes none."""
+    status = path.stat()
+    return [status.st_size, status.st_ino, status.st_mtime_ns]
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes renames in ``folder`` durable, where the file system can."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(handle)
+def _record(folder: Path, manifest: Mapping[str, Any]) -> None:
+    write_durably(folder / _MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())

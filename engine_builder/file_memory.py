@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine_builder.cache import write_durably
+from engine_builder.durable import write_durably
 from engine_builder.source import SourceFile
 
 

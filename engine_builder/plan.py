@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from engine_builder import __version__
-from engine_builder.cache import Cache, content_key, write_durably
+from engine_builder.cache import Cache, content_key
+from engine_builder.durable import write_durably
 from engine_builder.precision.options import ConversionOptions
 from engine_builder.recipe import Profile, Recipe
 

@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine_builder.cache import disk_error, sync_folder, write_durably
+from engine_builder.durable import disk_error, partial_path, sweep_partials, sync_folder, write_durably
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,18 @@ def output_paths(folder: Path, sm: int, model: str, precision: str, name: str | 
 def publish(paths: OutputPaths, engine: Path, report: str, manifest: str) -> None:
     """Writes the report, the manifest, and the engine last; each appears complete or not at all.
 
+    An older engine goes first, so that an engine never stands beside the report and manifest of
+    another.  The caller holds the folder's lock for the engine.
+
     Raises:
         ResourceError: The folder cannot be written to or its disk is full.
     """
     try:
         paths.engine.parent.mkdir(parents=True, exist_ok=True)
+        sweep_output(paths)
         staged = _staged(engine, paths.engine)
         try:
+            paths.engine.unlink(missing_ok=True)
             write_durably(paths.report, report.encode())
             write_durably(paths.manifest, manifest.encode())
             staged.replace(paths.engine)
@@ -52,7 +57,16 @@ def publish(paths: OutputPaths, engine: Path, report: str, manifest: str) -> Non
             staged.unlink(missing_ok=True)
         sync_folder(paths.engine.parent)
     except OSError as error:
-        raise disk_error(error, paths.engine.parent) from error
+        raise disk_error(error, paths.engine.parent, engine.stat().st_size) from error
+
+
+def sweep_output(paths: OutputPaths) -> None:
+    """Removes what killed builds of this engine left beside it, and nothing of other engines.
+
+    The caller holds the folder's lock for the engine.
+    """
+    for final in (paths.engine, paths.report, paths.manifest):
+        sweep_partials(final, held=True)
 
 
 def publish_failure(paths: OutputPaths, report: str) -> None:
@@ -64,6 +78,7 @@ def publish_failure(paths: OutputPaths, report: str) -> None:
     """
     try:
         paths.engine.parent.mkdir(parents=True, exist_ok=True)
+        sweep_output(paths)
         for old in (paths.engine, paths.manifest):
             if old.exists():
                 old.replace(old.with_name(f"{old.name}.superseded"))
@@ -78,7 +93,7 @@ def _staged(engine: Path, final: Path) -> Path:
     A hard link where the file system allows it: engines are gigabytes, and the cached copy is
     read-only, so that neither name can be used to change the other.
     """
-    staged = final.with_name(f".{final.name}.{os.getpid()}.partial")
+    staged = partial_path(final)
     staged.unlink(missing_ok=True)
     try:
         os.link(engine, staged)

@@ -26,7 +26,8 @@ from engine_builder.airgap.verify_bundle import (
     is_safe,
     parse_signature,
 )
-from engine_builder.cache import disk_error, sha256_file
+from engine_builder.cache import sha256_file
+from engine_builder.durable import disk_error
 from engine_builder.errors import PlatformError, RecipeError, SourceModelError
 from engine_builder.fleet.container import MODELS, PlacedRecipe
 from engine_builder.manifest import manifest_schema

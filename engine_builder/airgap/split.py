@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from engine_builder.airgap.verify_bundle import SIGNATURE, SUMS, TOOL, Parts
-from engine_builder.cache import disk_error, sha256_file, write_durably
+from engine_builder.cache import sha256_file
+from engine_builder.durable import disk_error, write_durably
 from engine_builder.errors import RecipeError
 
 _CHUNK: Final = 1 << 22

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-from engine_builder.cache import disk_error, write_durably
+from engine_builder.durable import disk_error, write_durably
 from engine_builder.fleet.container import PlacedRecipe
 from engine_builder.fleet.jobs import (
     APP,
