@@ -218,14 +218,7 @@ def open_recipe(recipe: Recipe, cache: Cache, memory: FileMemory, clock: _Clock)
         RecipeError: A profile does not fit the model, or fp8 names no scales.
         SourceModelError: The model or the scales cannot be used.
     """
-    source = open_source(
-        source_path(recipe, cache, clock),
-        sha256=recipe.model.sha256,
-        plugins=bool(recipe.build.plugins),
-        float_input=recipe.model.kind != "generic",
-        known=memory.recall,
-    )
-    memory.record(source.files)
+    source = _open_source(recipe, cache, memory, clock)
     profiles = resolve_profiles(recipe, source.inputs)
     options = resolve_options(recipe.precision, generic=recipe.model.kind == "generic")
     scales: ScalesFile | None = None
@@ -244,6 +237,28 @@ def open_recipe(recipe: Recipe, cache: Cache, memory: FileMemory, clock: _Clock)
         loaded.require_source(source.sha256)
         scales = ScalesFile(ManifestFile(**_file(path)), loaded)
     return Opened(source, profiles, options, scales)
+
+
+def recipe_source(recipe: Recipe, settings: Settings) -> Source:
+    """The recipe's model alone, checked and hashed.
+
+    Raises:
+        SourceModelError: It cannot be used.
+    """
+    memory = FileMemory(settings.cache / "hashes.json")
+    return _open_source(recipe, Cache(settings.cache), memory, _Clock(settings))
+
+
+def _open_source(recipe: Recipe, cache: Cache, memory: FileMemory, clock: _Clock) -> Source:
+    source = open_source(
+        source_path(recipe, cache, clock),
+        sha256=recipe.model.sha256,
+        plugins=bool(recipe.build.plugins),
+        float_input=recipe.model.kind != "generic",
+        known=memory.recall,
+    )
+    memory.record(source.files)
+    return source
 
 
 def prepare(recipe: Recipe, backend: Backend, settings: Settings, cache: Cache) -> Prepared:
