@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from engine_builder import __version__
 from engine_builder.cache import Cache, Entry, content_key
 from engine_builder.compile.backend import Backend, CompileRequest, build_options, load_backend
+from engine_builder.durable import check_writable
 from engine_builder.errors import Interrupted, PlatformError, SourceModelError
 from engine_builder.events import Event, Listener, ignore
 from engine_builder.file_memory import FileMemory
@@ -31,7 +32,7 @@ from engine_builder.plan import (
     plan_stage,
 )
 from engine_builder.precision.options import ConversionOptions, resolve_options
-from engine_builder.publish import OutputPaths, output_paths, publish, publish_failure
+from engine_builder.publish import OutputPaths, output_paths, publish, publish_failure, sweep_output
 from engine_builder.recipe import Profile, Recipe, for_targets, resolve_profiles
 from engine_builder.source import Source, file_sha256, load_graph, open_source
 
@@ -90,8 +91,14 @@ class _Clock:
     def progress(self, stage: str, text: str) -> None:
         self._settings.listener(Event(stage, "progress", text))
 
-    def run(self, plan: StagePlan, cache: Cache, build: Callable[[Path], Mapping[str, Any]]) -> Entry:
-        """The stage's result, from the cache or made now."""
+    def run(
+        self,
+        plan: StagePlan,
+        cache: Cache,
+        build: Callable[[Path], Mapping[str, Any]],
+        needed: int | None = None,
+    ) -> Entry:
+        """The stage's result, from the cache or made now; ``needed`` is its size in bytes, about."""
         self.check_cancelled()
         started = time.monotonic()
         self._settings.listener(
@@ -100,7 +107,7 @@ class _Clock:
         entry = cache.find(plan.key)
         cached = entry is not None
         if entry is None:
-            entry = cache.make(plan.key, build)
+            entry = cache.make(plan.key, build, needed)
         History(cache.root).record(plan.scope, plan.ingredients)
         seconds = time.monotonic() - started
         self.stages.append(
@@ -127,7 +134,15 @@ def build(recipe: Recipe, settings: Settings) -> tuple[Outcome, ...]:
     backend = load_backend(recipe.target.backend)
     check_target(recipe, backend)
     cache = Cache(settings.cache)
-    with hold(settings.cache, "cache", wait=settings.lock_seconds, cancel=settings.cancel):
+    for sm in recipe.target.sm:
+        check_writable(_paths(recipe, sm).engine.parent)
+    with hold(
+        settings.cache,
+        "cache",
+        wait=settings.lock_seconds,
+        cancel=settings.cancel,
+        tell=lambda text: settings.listener(Event("source", "note", text)),
+    ):
         cache.sweep()
         prepared = prepare(recipe, backend, settings, cache)
         return tuple(_one_engine(prepared, sm, settings, cache) for sm in recipe.target.sm)
@@ -281,7 +296,12 @@ def prepare(recipe: Recipe, backend: Backend, settings: Settings, cache: Cache) 
     scope = str(_paths(recipe, recipe.target.sm[0]).engine.absolute())
     opened, sensitivity = _reach_min_cosine(recipe, opened, cache, clock, history, scope)
     plan = plan_conversion(opened, cache, history, scope)
-    conversion = clock.run(plan, cache, lambda folder: _convert(opened, folder / CONVERTED))
+    conversion = clock.run(
+        plan,
+        cache,
+        lambda folder: _convert(opened, folder / CONVERTED),
+        needed=source.weight_bytes * opened.options.trunk_type.itemsize // 4,
+    )
     fidelity: Entry | None = None
     if recipe.verify.fidelity is not None:
         gate = plan_fidelity(recipe, opened, plan.key, cache, history, scope)
@@ -518,7 +538,14 @@ def _one_engine(prepared: Prepared, sm: int, settings: Settings, cache: Cache) -
     started = time.monotonic()
     paths = _paths(recipe, sm)
     scope = str(paths.engine.absolute())
-    with hold(paths.engine.parent, paths.engine.name, wait=settings.lock_seconds, cancel=settings.cancel):
+    with hold(
+        paths.engine.parent,
+        paths.engine.name,
+        wait=settings.lock_seconds,
+        cancel=settings.cancel,
+        tell=lambda text: settings.listener(Event("compile", "note", text)),
+    ) as held:
+        sweep_output(paths)
         fidelity = _fidelity(prepared)
         engine: Entry | None = None
         if fidelity is None or fidelity["worst_cosine"] >= _threshold(recipe):
@@ -531,11 +558,17 @@ def _one_engine(prepared: Prepared, sm: int, settings: Settings, cache: Cache) -
                 prepared.backend.version(),
             )
             plan = plan_stage(cache, "compile", ingredients, prepared.history, f"compile {scope}")
-            engine = clock.run(plan, cache, lambda folder: _compile(prepared, sm, folder, clock))
+            engine = clock.run(
+                plan,
+                cache,
+                lambda folder: _compile(prepared, sm, folder, clock),
+                needed=sum(file["bytes"] for file in prepared.conversion.facts["files"]),
+            )
         verdict = _verify(prepared, sm, engine, fidelity, paths, cache, clock)
         report = json.loads(verdict.file(REPORT).read_text())
         seconds = prepared.seconds + time.monotonic() - started
         rebuilt = False
+        held.check()
         if engine is None or report["verdict"] != "passed":
             publish_failure(paths, verdict.file(REPORT).read_text())
         else:
