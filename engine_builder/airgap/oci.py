@@ -15,6 +15,7 @@ from engine_builder.errors import RecipeError
 
 _CHUNK: Final = 1 << 22
 _MAX_JSON: Final = 16 << 20
+_BLOBS: Final = "blobs/sha256/"
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def copy_image(layout: Layout, image: OciImage, folder: Path, where: str) -> Non
                 seen.update(block)
                 target.write(block)
         if f"sha256:{seen.hexdigest()}" != digest:
-            raise RecipeError(f"blob {digest} is damaged", where=where, hint="save the image again")
+            raise _damaged(digest.removeprefix("sha256:"), where)
     manifest = (blobs / image.digest.removeprefix("sha256:")).read_bytes()
     descriptor = {
         "mediaType": json.loads(manifest).get("mediaType", "application/vnd.oci.image.manifest.v1+json"),
@@ -148,8 +149,11 @@ def _json(layout: Layout, name: str, where: str) -> Mapping[str, Any]:
             f"has no {name}: it is no OCI layout", where=where, hint="docker save 25 and later write one"
         )
     with file:
+        data = file.read(_MAX_JSON)
+        if name.startswith(_BLOBS) and hashlib.sha256(data).hexdigest() != name.removeprefix(_BLOBS):
+            raise _damaged(name.removeprefix(_BLOBS), where)
         try:
-            value = json.loads(file.read(_MAX_JSON))
+            value = json.loads(data)
         except ValueError as error:
             raise RecipeError(f"{name} is damaged: {error}", where=where) from None
     if not isinstance(value, dict):
@@ -161,4 +165,8 @@ def _blob(digest: object) -> str:
     text = str(digest)
     if not text.startswith("sha256:") or len(text) != 71 or not text[7:].isalnum():
         raise RecipeError(f"{text[:80]!r} is no SHA-256 digest")
-    return f"blobs/sha256/{text[7:]}"
+    return f"{_BLOBS}{text[7:]}"
+
+
+def _damaged(digest: str, where: str) -> RecipeError:
+    return RecipeError(f"blob sha256:{digest} is damaged", where=where, hint="save the image again")
