@@ -300,7 +300,7 @@ def prepare(recipe: Recipe, backend: Backend, settings: Settings, cache: Cache) 
         plan,
         cache,
         lambda folder: _convert(opened, folder / CONVERTED),
-        needed=source.weight_bytes * opened.options.trunk_type.itemsize // 4,
+        needed=int(source.weight_bytes * opened.options.trunk_type.itemsize / 4),
     )
     fidelity: Entry | None = None
     if recipe.verify.fidelity is not None:
