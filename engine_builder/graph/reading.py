@@ -109,6 +109,55 @@ def ints(value: ir.Value | None) -> list[int] | None:
     return [int(i) for i in array.reshape(-1)]
 
 
+def rank_of(value: ir.Value | None) -> int | None:
+    """The number of dimensions of ``value``, from its declaration or from how it is computed."""
+    for _ in range(_FAR):
+        if value is None:
+            return None
+        if value.shape is not None:
+            return len(value.shape)
+        tensor = constant(value)
+        if tensor is not None:
+            return len(tensor.shape)
+        node = value.producer()
+        if node is None:
+            return None
+        if is_op(node, "Transpose") and "perm" in node.attributes:
+            return len(node.attributes["perm"].as_ints())
+        if is_op(node, "Reshape", "Expand"):
+            return _length(node.inputs[1])
+        if is_op(node, *_RANK_KEEPING):
+            # Of the operands of an elementwise operator, the constant ones seldom have full rank.
+            data = [v for v in node.inputs if v is not None and constant(v) is None]
+            value = data[0] if data else None
+        else:
+            return None
+    return None
+
+
+_FAR = 32
+_RANK_KEEPING = (
+    "Add", "Cast", "Concat", "Div", "Identity", "MatMul", "Mul", "Neg", "Slice", "Softmax", "Sub", "Transpose"
+)  # fmt: skip
+
+
+def _length(shape: ir.Value | None) -> int | None:
+    """The number of elements of a one-dimensional integer tensor, which may be joined at run time."""
+    if shape is None:
+        return None
+    listed = ints(shape)
+    if listed is not None:
+        return len(listed)
+    node = producer(shape)
+    if is_op(node, "Concat") and node is not None:
+        parts = [_length(v) for v in node.inputs]
+        return None if any(part is None for part in parts) else sum(part or 0 for part in parts)
+    if is_op(node, "Unsqueeze"):
+        return 1  # a single size, given a dimension
+    declared = None if shape.shape is None or len(shape.shape) != 1 else shape.shape[0]
+    return declared if isinstance(declared, int) else None
+
+
 def other_operand(node: ir.Node, index: int) -> ir.Value | None:
     """The second operand of a binary node, seen from operand ``index``."""
     return node.inputs[1 - index] if len(node.inputs) == 2 else None

@@ -17,12 +17,17 @@ __all__ = ["find_structures", "require_dit"]
 def find_structures(model: ir.Model) -> Structures:
     """All norms, rotary embeddings, Fourier features, attention cores and linears of ``model``.
 
-    The graph is read, never changed.  Nodes inside subgraphs are visited too.
+    The graph is read, never changed.  Nodes inside subgraphs are visited too.  Values need types:
+    what has none is taken for an integer.  A product that makes an angle (positions by frequencies)
+    is part of the angle and no linear.
     """
     norms, missed_norms = find_norms(model.graph)
     rotary, fourier, missed_angles = find_angles(model.graph)
     attention, missed_attention = find_attention(model.graph)
     linears, missed_linears = find_linears(model.graph)
+    chains = (*(r.angle_nodes for r in rotary), *(f.angle_nodes for f in fourier))
+    in_angles = {id(node) for chain in chains for node in chain}
+    linears = [linear for linear in linears if id(linear.node) not in in_angles]
     return Structures(
         tuple(norms),
         tuple(rotary),

@@ -33,7 +33,7 @@ def find_angles(
             fourier.extend(f for f in features if f is not None)
             if all(f is not None for f in features) and len(cosines) == len(sines):
                 continue
-        explained = {id(n) for f in fourier for n in (f.cos, f.sin)}
+        explained.update(id(n) for f in fourier for n in (f.cos, f.sin))
         named = {m.node for m in missed}
         missed.extend(
             miss

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from engine_builder.graph.reading import attribute_int, constant, is_op, origin, producer, readers, scalar
+from engine_builder.graph.reading import (
+    attribute_int,
+    constant,
+    is_op,
+    origin,
+    producer,
+    rank_of,
+    readers,
+    scalar,
+)
 from engine_builder.graph.structures import AttentionCore, NearMiss
 
 
@@ -14,18 +23,23 @@ def find_attention(graph: ir.Graph) -> tuple[list[AttentionCore], list[NearMiss]
     missed: list[NearMiss] = []
     for node in graph.all_nodes():
         if is_op(node, "Attention"):
-            found.append(_composite(node))
+            match = _composite(node)
         elif is_op(node, "Softmax"):
             match = _around(node)
-            if isinstance(match, AttentionCore):
-                found.append(match)
-            else:
-                missed.append(NearMiss("attention core", node.name or "", match))
+        else:
+            continue
+        if isinstance(match, AttentionCore):
+            found.append(match)
+        else:
+            missed.append(NearMiss("attention core", node.name or "", match))
     return found, missed
 
 
-def _composite(node: ir.Node) -> AttentionCore:
-    q, k, v = (origin(value) for value in node.inputs[:3] if value is not None)
+def _composite(node: ir.Node) -> AttentionCore | str:
+    operands = [origin(value) for value in node.inputs[:3] if value is not None]
+    if len(operands) < 3:
+        return "it lacks queries, keys or values"
+    q, k, v = operands
     mask = node.inputs[3] if len(node.inputs) > 3 else None
     return AttentionCore((node,), node, node, node, q, k, v, mask, node.outputs[0])
 
@@ -35,8 +49,7 @@ def _around(softmax: ir.Node) -> AttentionCore | str:
     if scores is None:
         return "the softmax has no input"
     axis = attribute_int(softmax, "axis", -1)
-    rank = None if scores.shape is None else len(scores.shape)
-    if axis != -1 and (rank is None or axis != rank - 1):
+    if axis != -1 and axis + 1 != rank_of(scores):
         return f"the softmax runs over axis {axis}, not over the keys"
 
     # Backwards, past the mask and the scale, to the product of queries and keys.
@@ -81,6 +94,8 @@ def _around(softmax: ir.Node) -> AttentionCore | str:
     after: list[ir.Node] = []
     value = softmax.outputs[0]
     while True:
+        if value.is_graph_output():
+            return f"its probabilities are the graph output {value.name}"
         following = list(readers(value))
         products = [(r, i) for r, i in following if is_op(r, "MatMul")]
         if len(products) == 1 and len(following) == len(products):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from engine_builder.graph.find.attention import is_scale
 from engine_builder.graph.reading import (
     attribute_int,
+    constant,
     ints,
     is_float,
     is_op,
@@ -30,24 +32,29 @@ def find_norms(graph: ir.Graph) -> tuple[list[Norm], list[NearMiss]]:
     """Every norm in ``graph``; a mean of squares that leads to no norm is a near miss."""
     found: list[Norm] = []
     missed: list[NearMiss] = []
+    match: Norm | str | None
     for node in graph.all_nodes():
         if node.op_type in _COMPOSITE and node.domain in ("", "ai.onnx"):
-            found.append(_composite(node))
+            match = _composite(node)
         elif is_op(node, "ReduceMean"):
             match = _decomposed(node)
-            if isinstance(match, Norm):
-                found.append(match)
-            elif match is not None:
-                missed.append(NearMiss("norm", node.name or "", match))
+        elif is_op(node, "ReduceL2"):
+            match = _by_length(node)
+        else:
+            continue
+        if isinstance(match, Norm):
+            found.append(match)
+        elif match is not None:
+            missed.append(NearMiss("norm", node.name or "", match))
     return found, missed
 
 
-def _composite(node: ir.Node) -> Norm:
+def _composite(node: ir.Node) -> Norm | str:
     kind = _COMPOSITE[node.op_type]
     epsilon = node.attributes.get("epsilon")
     x, gain = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else None
     if x is None:
-        raise ValueError(f"{node.op_type} {node.name} has no input")
+        return "it has no input"
     return Norm(
         kind=kind,
         nodes=(node,),
@@ -82,9 +89,13 @@ def _decomposed(mean: ir.Node) -> Norm | str | None:
     squared = _square_of(square)
     if square is None or squared is None:
         return None  # an ordinary mean
-    axes = _reduced_axes(mean)
-    if axes is None:
-        return "the axes of the mean of squares are not constant"
+    if _reduced_axes(mean) is None:
+        given = len(mean.inputs) > 1 and mean.inputs[1] is not None
+        return (
+            "the axes of the mean of squares are not constant"
+            if given
+            else "the mean of squares runs over every axis"
+        )
     if attribute_int(mean, "keepdims", 1) != 1:
         return "the mean of squares does not keep its reduced dimension"
     nodes = [square, mean]
@@ -128,7 +139,7 @@ def _decomposed(mean: ir.Node) -> Norm | str | None:
                 numerator = reader.inputs[0]
                 if scalar(numerator) == 1.0:
                     inverse = reader
-                elif numerator is not None and origin(numerator) is squared:
+                elif _is(numerator, squared):
                     divided = reader
         if inverse is not None:
             nodes.append(inverse)
@@ -149,52 +160,127 @@ def _decomposed(mean: ir.Node) -> Norm | str | None:
         normalized = product
     else:
         return f"{root.name} is neither inverted nor divides the squared value"
+    # An exporter that merges nothing subtracts the mean once for the square and once for the quotient.
+    again = [n for v in normalized.inputs if _is(v, squared) and (n := producer(v)) and n is not centred]
+    nodes.extend(n for n in again if kind == "layer")
     nodes.append(normalized)
 
     output, gain = normalized.outputs[0], None
-    gained = _gain(normalized.outputs[0], axes)
+    gained = _gain(output)
     if gained is not None:
-        node, gain = gained
-        nodes.append(node)
-        output = node.outputs[0]
+        more, gain = gained
+        nodes.extend(more)
+        output = more[-1].outputs[0]
         if kind == "layer":
-            biased = [r for r, i in readers(output) if is_op(r, "Add") and _is_vector(other_operand(r, i))]
+            biased = [
+                (r, found)
+                for r, i in readers(output)
+                if is_op(r, "Add") and (found := _vector(other_operand(r, i))) is not None
+            ]
             if len(biased) == 1:
-                nodes.append(biased[0])
-                output = biased[0].outputs[0]
+                nodes.extend((*biased[0][1], biased[0][0]))
+                output = biased[0][0].outputs[0]
     return Norm(kind, tuple(nodes), x, output, gain, epsilon)
 
 
-def _gain(value: ir.Value, axes: list[int]) -> tuple[ir.Node, ir.Value] | None:
-    """The multiplication by a constant gain over the normalized axis that directly follows."""
-    following = list(readers(value))
-    if len(following) != 1:
+def _by_length(length: ir.Node) -> Norm | None:
+    """``x / max(||x||, epsilon)``, then scaled: its epsilon of 1e-12 would be zero in fp16."""
+    x = length.inputs[0]
+    if x is None or attribute_int(length, "keepdims", 1) != 1:
         return None
-    node, index = following[0]
-    gain = other_operand(node, index)
-    if not is_op(node, "Mul") or gain is None or not _is_vector(gain):
-        return None
-    return node, origin(gain)
+    nodes = [length]
+    epsilon = 0.0
+    value = length.outputs[0]
+    for _ in range(3):
+        for node, index in readers(value):
+            if is_op(node, "Div") and index == 1 and _is(node.inputs[0], origin(x)):
+                nodes.append(node)
+                gained = _gain(node.outputs[0])
+                more, gain = gained if gained is not None else ([], None)
+                nodes.extend(more)
+                return Norm("l2", tuple(nodes), origin(x), nodes[-1].outputs[0], gain, epsilon)
+        following = _only(readers(value), "Clip", "Max", "Add", "Expand")
+        if following is None:
+            return None
+        node, index = following
+        if not is_op(node, "Expand"):
+            bound = scalar(node.inputs[1 - index])
+            epsilon = epsilon if bound is None else bound
+        nodes.append(node)
+        value = node.outputs[0]
+    return None
 
 
-def _is_vector(value: ir.Value | None) -> bool:
-    """A constant with at most one dimension longer than 1: a per-channel gain or bias, or a scalar."""
-    if value is None:
-        return False
-    source = origin(value)
-    tensor = source.const_value
-    if tensor is None:
+def _gain(value: ir.Value) -> tuple[list[ir.Node], ir.Value] | None:
+    """The multiplication by a constant gain that follows, directly or after one by a constant scale.
+
+    With the nodes that compute the gain from constants, as ``1 + weight``.  A scale without a gain
+    behind it is left to what follows: it may be an attention core's.
+    """
+    nodes: list[ir.Node] = []
+    while True:
+        following = list(readers(value))
+        if len(following) != 1 or not is_op(following[0][0], "Mul"):
+            return None
+        node, index = following[0]
+        factor = other_operand(node, index)
+        made = _vector(factor)
+        if made is None or factor is None:
+            return None
+        nodes.extend((*made, node))
+        if not is_scale(factor):
+            return nodes, origin(factor)
+        value = node.outputs[0]
+
+
+_FAR = 8
+"""Nodes that may make a gain out of constants."""
+
+
+def _vector(value: ir.Value | None) -> list[ir.Node] | None:
+    """The nodes that compute a per-channel vector or a scalar from constants alone; None if it is not.
+
+    A scalar may also be made of a shape, as the square root of the number of channels.
+    """
+    if value is None or not is_float(value):
+        return None
+    nodes: dict[int, ir.Node] = {}
+    pending = [value]
+    while pending:
+        source = origin(pending.pop())
+        tensor = constant(source)
+        if tensor is not None:
+            if sum(1 for d in tensor.shape.numpy() if d != 1) > 1:
+                return None
+            continue
         node = source.producer()
-        if not is_op(node, "Constant"):
-            return False
-        tensor = ir.convenience.get_const_tensor(source)
-    if tensor is None or not is_float(value):
-        return False
-    return sum(1 for d in tensor.shape.numpy() if d != 1) <= 1
+        if node is None or len(nodes) > _FAR:
+            return None
+        if is_op(node, "Cast") and not is_float(node.inputs[0]):
+            if not is_scale(source):
+                return None
+            nodes[id(node)] = node
+            continue
+        if not is_op(node, "Add", "Sub", "Mul", "Div", "Pow", "Sqrt", "Unsqueeze", "Reshape", "Exp"):
+            return None
+        nodes[id(node)] = node
+        pending.extend(v for v in node.inputs if v is not None and is_float(v))
+    return list(reversed(nodes.values()))
 
 
 def _is(value: ir.Value | None, target: ir.Value) -> bool:
-    return value is not None and origin(value) is target
+    """Whether ``value`` is ``target``, or the same difference computed once more."""
+    if value is None:
+        return False
+    if origin(value) is target:
+        return True
+    one, two = producer(value), target.producer()
+    if one is None or two is None or not (is_op(one, "Sub") and is_op(two, "Sub")):
+        return False
+    return all(
+        a is not None and b is not None and origin(a) is origin(b)
+        for a, b in zip(one.inputs, two.inputs, strict=True)
+    )
 
 
 def _only(found: object, *op_types: str) -> tuple[ir.Node, int] | None:

@@ -16,7 +16,9 @@ import onnx_ir as ir
 
 from engine_builder.graph.reading import (
     Fingerprints,
+    attribute_int,
     constant,
+    ints,
     is_float,
     is_op,
     origin,
@@ -144,7 +146,13 @@ def phase_of(value: ir.Value | None, fingerprints: Fingerprints) -> _Phase | Non
             roots[id(node)] = node
         elif is_op(node, *MOVES):
             path[id(node)] = node
-            pending.append(_required(node, 0))
+            source = _required(node, 0)
+            stack = producer(source)
+            part = None if stack is None else _part(current, node, stack)
+            if stack is not None and part is not None:
+                path[id(stack)] = stack
+                source = part
+            pending.append(source)
         elif is_op(node, "Concat"):
             path[id(node)] = node
             pending.extend(v for v in node.inputs if v is not None)
@@ -172,10 +180,46 @@ def _required(node: ir.Node, index: int) -> ir.Value:
 
 
 def _scaled(node: ir.Node) -> ir.Value | None:
-    """What a multiplication or division by a constant scalar scales."""
+    """What a multiplication or division by a constant scalar scales, also one that is expanded."""
     for index in (0, 1) if node.op_type == "Mul" else (1,):
-        if scalar(node.inputs[index]) is not None:
+        factor = node.inputs[index]
+        filled = producer(factor)
+        if filled is not None and is_op(filled, "Expand"):
+            factor = filled.inputs[0]
+        if scalar(factor) is not None:
             return node.inputs[1 - index]
+    return None
+
+
+def _part(output: ir.Value, cut: ir.Node, stack: ir.Node) -> ir.Value | None:
+    """The input of the Concat ``stack`` that ``cut`` takes out of it again, if it is a single one.
+
+    Complex numbers are written so: cosine and sine as the real and imaginary part of one tensor.
+    """
+    if not is_op(stack, "Concat") or any(v is None or v.shape is None for v in stack.inputs):
+        return None
+    parts = [v for v in stack.inputs if v is not None]
+    rank = len(parts[0].shape or ())
+    axis = attribute_int(stack, "axis", 0) % max(rank, 1)
+    sizes = [v.shape[axis] for v in parts if v.shape is not None]
+    known = [int(s) for s in sizes if isinstance(s, int)]
+    if len(known) != len(parts):
+        return None
+    total, span = sum(known), None
+    if is_op(cut, "Slice"):
+        starts, ends, axes = (ints(v) for v in (*cut.inputs[1:4], None)[:3])
+        if starts and ends and axes and len(axes) == 1 and axes[0] % rank == axis:
+            span = range(*slice(starts[0], ends[0]).indices(total))
+    elif is_op(cut, "Gather") and attribute_int(cut, "axis", 0) % rank == axis:
+        index = scalar(cut.inputs[1])
+        span = None if index is None else range(int(index) % total, int(index) % total + 1)
+    elif is_op(cut, "Split") and attribute_int(cut, "axis", 0) % rank == axis and len(cut.outputs) == total:
+        span = range(output.index() or 0, (output.index() or 0) + 1)
+    first = 0
+    for part, size in zip(parts, known, strict=True):
+        if span is not None and len(span) and first <= span[0] and span[-1] < first + size:
+            return part
+        first += size
     return None
 
 
@@ -308,7 +352,8 @@ def _halves(
                 break
             if node is not None:
                 cutting[id(node)] = node
-    joined = _join(first.outputs[0], second.outputs[0])
+    stacked = any(is_op(node, "Reshape") for node in cutting.values())
+    joined = _join(first.outputs[0], second.outputs[0], stacked=stacked)
     if joined is None:
         return f"the halves {first.name} and {second.name} are not joined"
     products = [t.product for t in (one, two, *second_terms)]
@@ -320,8 +365,11 @@ def _halves(
     )
 
 
-def _join(first: ir.Value, second: ir.Value) -> list[ir.Node] | None:
-    """What puts two halves into one value again: a Concat, or a stack that is flattened."""
+def _join(first: ir.Value, second: ir.Value, *, stacked: bool) -> list[ir.Node] | None:
+    """What puts two halves into one value again: a Concat, or a stack that is flattened.
+
+    ``stacked`` says that the halves come from an axis of two, so that a Concat alone stacks them.
+    """
     ways = []
     for value in (first, second):
         found: dict[int, tuple[ir.Node, list[ir.Node]]] = {}
@@ -335,7 +383,7 @@ def _join(first: ir.Value, second: ir.Value) -> list[ir.Node] | None:
         if key not in ways[1]:
             continue
         joined = [*before, *ways[1][key][1], concat]
-        if before:
+        if before or stacked:
             following = list(readers(concat.outputs[0]))
             if len(following) == 1 and is_op(following[0][0], "Reshape", "Flatten"):
                 joined.append(following[0][0])
