@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from typing import Any
 
@@ -16,6 +14,7 @@ from engine_builder.cli.calibrate import calibrate
 from engine_builder.cli.fleet import collect, k8s
 from engine_builder.cli.models import fidelity, sample, structures
 from engine_builder.cli.session import SESSION
+from engine_builder.cli.stopping import stop_on_signals
 from engine_builder.errors import BuilderError, Interrupted, ResourceError
 
 
@@ -46,17 +45,9 @@ for command in (build, calibrate, collect, convert, fidelity, k8s, sample, struc
 app.add_typer(bundle, name="bundle")
 
 
-def _stop(signum: int, frame: object) -> None:
-    if SESSION.cancel.is_set():
-        # Asked twice: the temporary files are swept by the next run.
-        os._exit(Interrupted.exit_code)
-    SESSION.cancel.set()
-
-
 def main() -> None:
     """Runs the command line; an expected error is one line and its exit code."""
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, _stop)
+    stop_on_signals(SESSION.cancel, lambda error: SESSION.screen().fail(error))
     try:
         app(standalone_mode=True, prog_name="sa3-builder")
     except BuilderError as error:

@@ -11,13 +11,14 @@ from typing import IO, Any, Final
 from engine_builder.compile.backend import BuildOptions, CompileRequest, OnPhase, Plan
 from engine_builder.compile.log import MessageLog, attach_logger, build_error, parse_error
 from engine_builder.compile.profiles import add_profiles
-from engine_builder.errors import CompileError, ResourceError
+from engine_builder.durable import disk_error
+from engine_builder.errors import CompileError
 
 # TensorRT-RTX compiles every kernel, nearly the whole build, under a name that says otherwise.
 _PHASES: Final = {"Determining refit engines": "Compiling kernels"}
 
 SetTarget = Callable[[Any, int], None]
-ReadLayers = Callable[[Any, Path], str]
+ReadLayers = Callable[[Path], str]
 
 
 def build_plan(
@@ -31,26 +32,34 @@ def build_plan(
     """Parse ``request.onnx``, build it and stream the engine to ``request.engine``.
 
     ``trt`` is the module tensorrt or tensorrt_rtx.  ``set_target(config, sm)`` names the
-    architecture where it is not the machine's own; ``read_layers(logger, engine)`` fetches the
-    layer table from the finished engine, without it the builder's own message is taken.
+    architecture where it is not the machine's own; ``read_layers(engine)`` fetches the layer table
+    from the finished engine, without it the builder's own message is taken.
     ``on_phase`` is called with the name of each phase that the builder enters.
 
     The engine goes to the file in chunks of 64 MiB, which spares the copy that the builder
     otherwise holds (1.8 GB less at the peak for an engine of 2.3 GB, measured).
 
-    Raises CompileError, SourceModelError, RecipeError or ResourceError.
+    Raises CompileError, SourceModelError, RecipeError, PlatformError or ResourceError.
     """
     started = time.monotonic()
     messages = MessageLog()
     logger = attach_logger(trt, messages)
+    load_plugins(trt, request.options.plugins)
     builder = trt.Builder(logger)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, logger)
     on_phase("Parsing ONNX")
     if not parser.parse_from_file(str(request.onnx)):
         raise parse_error(parser, messages)
+    if "REFIT_INDIVIDUAL" in request.options.flags:
+        mark_linear_weights(network, request.onnx)
     config = builder.create_builder_config()
     configure(trt, config, request.options)
+    cache = None
+    if request.options.timing_cache is not None:
+        cache = attach_cache(trt, config, request.options.timing_cache, messages.warn)
+        # What it says of a cache that it cannot read is no reason for a build to fail.
+        messages.errors.clear()
     if set_target is not None:
         set_target(config, request.sm)
     add_profiles(builder, config, request.profiles)
@@ -63,11 +72,15 @@ def build_plan(
             if writer.error is not None:
                 raise writer.error
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise ResourceError(f"the engine cannot be written: {reason}", where=str(request.engine)) from error
+        # An engine is about as large as the converted model.
+        needed = sum(file.stat().st_size for file in request.onnx.parent.glob(f"{request.onnx.name}*"))
+        raise disk_error(error, request.engine, needed) from error
     if not built:
         raise build_error(messages)
-    table = messages.layer_table if read_layers is None else read_layers(logger, request.engine)
+    if cache is not None:
+        keep_cache(config, cache, messages.warn)
+    warnings = tuple(messages.warnings)
+    table = messages.layer_table if read_layers is None else read_layers(request.engine)
     if not table:
         raise CompileError("TensorRT printed no layer table, so that the engine cannot be verified")
     return Plan(
@@ -76,25 +89,31 @@ def build_plan(
         layer_table=table,
         version=str(trt.__version__),
         seconds=time.monotonic() - started,
-        messages=tuple(messages.warnings),
+        messages=warnings,
     )
 
 
-def configure(trt: Any, config: Any, options: BuildOptions) -> None:
-    """Set the builder's options: always DETAILED, and TF32 (on by default) only where asked for."""
+def configure(trt: Any, config: trt.IBuilderConfig, options: BuildOptions) -> None:
+    """Set the builder's options: always DETAILED, and TF32 (on by default) only where asked for.
+
+    Raises PlatformError for an option that this version of TensorRT does not have.
+    """
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace)
     if not options.tf32:
         config.clear_flag(trt.BuilderFlag.TF32)
     for flag in options.flags:
-        config.set_flag(getattr(trt.BuilderFlag, flag))
+        config.set_flag(member(trt, "BuilderFlag", flag))
     if options.optimization_level is not None:
         config.builder_optimization_level = options.optimization_level
     if options.aux_streams is not None:
         config.max_aux_streams = options.aux_streams
     if options.hardware_compatibility is not None:
-        level = getattr(trt.HardwareCompatibilityLevel, options.hardware_compatibility)
+        level = member(trt, "HardwareCompatibilityLevel", options.hardware_compatibility)
         config.hardware_compatibility_level = level
+    if options.plugins and "VERSION_COMPATIBLE" in options.flags:
+        # Another version's runtime does not have these libraries: they go into the engine.
+        config.plugins_to_serialize = [str(library) for library in options.plugins]
 
 
 def _make_monitor(trt: Any, on_phase: OnPhase) -> Any:

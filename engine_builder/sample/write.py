@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, StringStringEntryProto, TensorProto, helper
 
-from engine_builder.errors import ResourceError
+from engine_builder.durable import disk_error, replacing, replacing_together
 from engine_builder.sample import dynamo, torchscript
 from engine_builder.sample.draft import GraphDraft, Initializer, graph_inputs
 from engine_builder.sample.spec import Dimensions, SampleSpec, Spelling
@@ -57,22 +53,22 @@ def write_draft(draft: GraphDraft, seed: int, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if size <= _INLINE_LIMIT:
             tensors = [_inline(item, seed) for item in draft.initializers]
-            with _replacing(path) as file:
+            with replacing(path) as file:
                 file.write(_model(draft, tensors).SerializeToString())
         else:
             _write_with_sidecar(draft, seed, path)
     except OSError as error:
-        raise ResourceError(
-            f"cannot write the sample model: {error.strerror or error}",
-            where=str(path),
-            hint=f"free {size / 1e9:.1f} GB there, or choose another folder or a smaller size",
-        ) from error
+        raise disk_error(error, path, size) from error
 
 
 def _write_with_sidecar(draft: GraphDraft, seed: int, path: Path) -> None:
     sidecar = path.with_name(f"{path.name}.data")
     tensors = []
-    with _replacing(path) as model_file, _replacing(sidecar) as data_file:
+    with (
+        replacing_together(path, sidecar) as folder,
+        (folder / sidecar.name).open("wb") as data_file,
+        (folder / path.name).open("wb") as model_file,
+    ):
         outside = [item for item in draft.initializers if item.size_bytes >= _SIDECAR_MINIMUM]
         offsets: dict[str, int] = {}
         for item, values in zip(outside, _drawn(outside, seed), strict=True):
@@ -129,18 +125,3 @@ def _model(draft: GraphDraft, tensors: list[TensorProto]) -> ModelProto:
     return helper.make_model(
         graph, opset_imports=[opset], ir_version=draft.ir_version, producer_name="pytorch"
     )
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes ``path``'s name when the block ends well, and is removed otherwise."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink()
-        raise
