@@ -308,8 +308,9 @@ OPERATORS = {
         " a = ReduceL2<keepdims = 0>(x, axes)  b = ReduceMax(x)  y = Add(a, b) }"
     ),
     "slice": (
-        "(float[7,5] x) => (y) { s = Constant<value_ints = [6, 4]>()"
-        " e = Constant<value_ints = [-100, 1]>() a = Constant<value_ints = [0, -1]>() t = Constant<value_ints = [-2, -1]>() y = Slice(x, s, e, a, t) }"
+        "(float[7,5] x) => (y) { s = Constant<value_ints = [6, 4]>() e = Constant<value_ints = [-100, 1]>()"
+        " a = Constant<value_ints = [0, -1]>() t = Constant<value_ints = [-2, -1]>()"
+        " y = Slice(x, s, e, a, t) }"
     ),
     "pad": (
         "(float[3,4] x, float v) => (y) { p = Constant<value_ints = [2, -1]>()"

@@ -18,7 +18,7 @@ import numpy as np
 
 from engine_builder.errors import BuilderError, ConversionError, RecipeError, ResourceError, SourceModelError
 from engine_builder.one_line import one_line
-from engine_builder.onnx_file import NotOnnxError, read_onnx
+from engine_builder.onnx_file import read_onnx
 from verify.inputs import Array, Inputs, Sample, input_specs, recorded_samples, seeded_samples
 from verify.kernels.workers import default_threads
 from verify.strict import StrictEvaluator
@@ -159,7 +159,7 @@ def plan_samples(
     """
     try:
         specs = input_specs(read_onnx(reference).model.graph)
-    except (NotOnnxError, OSError) as error:
+    except (ValueError, OSError) as error:  # NotOnnxError is a ValueError, as is an empty file's
         raise SourceModelError(f"cannot be read: {error}", where=str(reference)) from None
     if recorded is not None:
         return recorded_samples(specs, recorded)

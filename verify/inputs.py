@@ -212,9 +212,10 @@ def _recorded(specs: Sequence[TensorSpec], file: Path) -> Sample:
 def _load_recorded(specs: Sequence[TensorSpec], file: Path) -> dict[str, Array]:
     where = str(file)
     try:
-        with np.load(file, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise SourceModelError("is no .npz archive", where=where)
+        archive = np.load(file, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise SourceModelError("is no .npz archive", where=where)
+        with archive:
             missing = [spec.name for spec in specs if spec.name not in archive]
             if missing:
                 names = ", ".join(map(one_line, missing))
