@@ -21,8 +21,8 @@ import numpy.typing as npt
 from engine_builder.source_graph import TensorSpec
 from verify.inputs import Sample, recorded_samples, seeded_samples
 
-FIRST_SEED: Final = 1 << 32
-"""Seed of the first draw: recipes can seed the fidelity sweep with numbers below 2**32 alone."""
+FIRST_SEED: Final = 1 << 33
+"""Seed of the first draw: the fidelity sweep uses seeds below 2**32 + 1000."""
 
 DEFAULT_TIMES: Final = (1.0, 0.5, 0.02)
 """Diffusion times: pure noise, half way, and nearly done."""
