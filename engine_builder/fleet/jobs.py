@@ -320,7 +320,9 @@ def _arguments(work: Sequence[_Work], recipe: str, options: FleetOptions) -> lis
     arguments = ["build", recipe, "--sm", "$(TARGET_SM)", "--log-format", "json"]
     shares = options.cache.kind != "scratch" and work[0].backend == "tensorrt"
     if shares and all(item.placed.recipe.build.timing_cache is None for item in work):
-        arguments += ["--timing-cache", f"{CACHE}/timing/sm_$(TARGET_SM)/timing.cache"]
+        # Of one TensorRT version only, which the image decides.
+        image = hashlib.sha256(options.image.encode()).hexdigest()[:8]
+        arguments += ["--timing-cache", f"{CACHE}/timing/{image}/sm_$(TARGET_SM).cache"]
     return arguments
 
 
@@ -345,14 +347,7 @@ def _pod(
         "terminationGracePeriodSeconds": 30,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            "fsGroup": USER,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": pod_security(),
         **_placement(backend, options),
         "containers": [
             {
@@ -364,12 +359,7 @@ def _pod(
                 "resources": {"requests": reserved, "limits": limits},
                 # The last lines of the log, which say what was wrong and what to do.
                 "terminationMessagePolicy": "FallbackToLogsOnError",
-                "securityContext": {
-                    "allowPrivilegeEscalation": False,
-                    "privileged": False,
-                    "readOnlyRootFilesystem": True,
-                    "capabilities": {"drop": ["ALL"]},
-                },
+                "securityContext": container_security(),
                 "volumeMounts": [
                     {"name": "recipes", "mountPath": str(RECIPES), "readOnly": True},
                     {"name": "models", "mountPath": str(MODELS), "readOnly": True},
@@ -391,6 +381,27 @@ def _pod(
         ],
     }
     return pod
+
+
+def pod_security() -> dict[str, Any]:
+    """With ``container_security``, what the restricted Pod Security Standard asks for."""
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": USER,
+        "runAsGroup": USER,
+        "fsGroup": USER,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def container_security() -> dict[str, Any]:
+    return {
+        "allowPrivilegeEscalation": False,
+        "privileged": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
 
 
 def _placement(backend: str, options: FleetOptions) -> dict[str, Any]:

@@ -18,8 +18,10 @@ from engine_builder.fleet.jobs import (
     FleetOptions,
     base_documents,
     check_targets,
+    container_security,
     for_architecture,
     gpu_labels,
+    pod_security,
     suffix,
 )
 from engine_builder.fleet.storage import Storage
@@ -77,6 +79,7 @@ def kustomize_files(
         files[PurePosixPath("volumes/kustomization.yaml")] = _text(
             [{**_KUSTOMIZATION, "resources": ["claims.yaml"]}]
         )
+        files[PurePosixPath("volumes/shelf.yaml")] = _text([_shelf(options)])
     return files
 
 
@@ -129,6 +132,37 @@ def _overlay(sm: int, *, gpu_jobs: bool) -> Document:
         target = {"kind": "Job", "labelSelector": f"{BACKEND_LABEL}=tensorrt"}
         overlay["patches"] = [{"target": target, "patch": to_yaml([patch])}]
     return overlay
+
+
+def _shelf(options: FleetOptions) -> Document:
+    """A pod that does nothing, through which ``kubectl cp`` reaches the volumes."""
+    volumes = {"models": options.models, "out": options.outputs, "cache": options.cache}
+    mounted = {name: storage for name, storage in volumes.items() if storage.kind != "scratch"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "sa3-shelf", "labels": {NAME_LABEL: APP}},
+        "spec": {
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "securityContext": pod_security(),
+            "containers": [
+                {
+                    "name": "shelf",
+                    "image": options.image,
+                    "imagePullPolicy": "IfNotPresent",
+                    "command": ["sleep", "infinity"],
+                    "resources": {
+                        "requests": {"cpu": "100m", "memory": "64Mi"},
+                        "limits": {"memory": "256Mi"},
+                    },
+                    "securityContext": container_security(),
+                    "volumeMounts": [{"name": name, "mountPath": f"/{name}"} for name in mounted],
+                }
+            ],
+            "volumes": [storage.volume(name, scratch_gib=0) for name, storage in mounted.items()],
+        },
+    }
 
 
 def _claims(volumes: Mapping[str, Storage]) -> list[Document]:
