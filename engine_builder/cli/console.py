@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -21,8 +23,11 @@ from engine_builder.pipeline import Outcome
 
 LogFormat = Literal["text", "json"]
 
-_HEARTBEAT_SECONDS = 15.0
+HEARTBEAT_SECONDS = 15.0
 """Between two lines of a long stage where nothing can be redrawn."""
+
+_PLAIN_WIDTH = 200
+"""Columns of output that goes to a file or a pipe, where nobody can widen the window."""
 
 _LABEL = {
     "source": "source",
@@ -34,24 +39,83 @@ _LABEL = {
 }
 
 
-class Screen:
-    """Prints events, tables and errors; standard output carries results, standard error the rest."""
+@dataclass
+class _Running:
+    """The stage that is being worked on, for the lines that say that it still is."""
 
-    def __init__(self, *, quiet: bool = False, log_format: LogFormat = "text") -> None:
+    stage: str
+    text: str
+    started: float
+    last_line: float
+
+
+class Screen:
+    """Prints events, tables and errors; standard output carries results, standard error the rest.
+
+    With ``log_format`` json, standard error is one JSON object per line: ``time`` (UTC, ISO 8601),
+    ``level``, ``stage`` (empty between stages), ``event`` and ``fields``.  Events are ``started``,
+    ``finished``, ``note``, ``heartbeat`` (every ``HEARTBEAT_SECONDS`` of a long stage, however little
+    the stage itself tells), ``log`` (a record of the library's or of TensorRT's, at its own level),
+    ``done`` (one per engine) and ``failed``.
+    """
+
+    def __init__(
+        self,
+        *,
+        quiet: bool = False,
+        log_format: LogFormat = "text",
+        heartbeat_seconds: float = HEARTBEAT_SECONDS,
+    ) -> None:
         self._quiet = quiet
         self._format = log_format
-        self.out = Console(highlight=False)
+        self._heartbeat_seconds = heartbeat_seconds
+        self.out = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
         self._err = Console(stderr=True, highlight=False)
         self._status: Status | None = None
-        self._last_line = 0.0
+        self._running: _Running | None = None
+        self._lock = threading.RLock()
+        self._beating: threading.Thread | None = None
 
     def watch(self, event: Event) -> None:
         """Shows one event of a build."""
-        if self._format == "json":
-            self._json("info", event.stage, event.kind, {"text": event.text, **event.fields})
-            return
-        if self._quiet:
-            return
+        with self._lock:
+            self._follow(event)
+            if self._format == "json":
+                if event.kind != "progress":
+                    self._json("info", event.stage, event.kind, {"text": event.text, **event.fields})
+            elif not self._quiet:
+                self._show(event)
+
+    def _follow(self, event: Event) -> None:
+        """Keeps in mind which stage runs, for the heartbeat."""
+        now = time.monotonic()
+        if event.kind == "started":
+            self._running = _Running(event.stage, event.text, now, now)
+            if self._beating is None:
+                self._beating = threading.Thread(target=self._beat, daemon=True, name="heartbeat")
+                self._beating.start()
+        elif event.kind == "finished":
+            self._running = None
+        elif event.kind == "progress" and self._running is not None:
+            self._running.text = event.text
+
+    def _beat(self) -> None:
+        """Says every so often that a stage goes on, whether or not the stage says anything."""
+        while True:
+            time.sleep(min(1.0, self._heartbeat_seconds))
+            with self._lock:
+                running, now = self._running, time.monotonic()
+                if running is None or now - running.last_line < self._heartbeat_seconds:
+                    continue
+                running.last_line = now
+                seconds = round(now - running.started, 1)
+                if self._format == "json":
+                    self._json("info", running.stage, "heartbeat", {"text": running.text, "seconds": seconds})
+                elif not self._quiet and not self._err.is_terminal:
+                    label = _LABEL.get(running.stage, running.stage)
+                    self._err.print(f"{label:<9} ... {seconds:.0f} s  {escape(running.text)}", soft_wrap=True)
+
+    def _show(self, event: Event) -> None:
         label = _LABEL.get(event.stage, event.stage)
         if event.kind == "finished":
             self._stop()
@@ -59,26 +123,18 @@ class Screen:
             mark = "cached" if event.fields.get("cached") else f"{seconds:.1f} s"
             text = f"  [dim]{escape(event.text)}[/dim]" if event.text else ""
             self._err.print(f"[bold]{label:<9}[/bold] {mark:>8}{text}", soft_wrap=True)
-        elif event.kind in ("started", "progress"):
-            self._running(label, event)
-
-    def _running(self, label: str, event: Event) -> None:
-        text = f"{label:<9} {escape(event.text)}"
-        if self._err.is_terminal:
+        elif event.kind == "note":
+            self._err.print(f"{label:<9} {escape(event.text)}", soft_wrap=True)
+        elif self._err.is_terminal:
+            text = f"{label:<9} {escape(event.text)}"
             if self._status is None:
                 self._status = self._err.status(text)
                 self._status.start()
             else:
                 self._status.update(text)
-            return
-        now = time.monotonic()
-        if event.kind == "progress" and now - self._last_line >= _HEARTBEAT_SECONDS:
-            self._err.print(f"{label:<9} ... {escape(event.text)}", soft_wrap=True)
-            self._last_line = now
-        elif event.kind == "started":
-            self._last_line = now
 
     def _stop(self) -> None:
+        self._running = None
         if self._status is not None:
             self._status.stop()
             self._status = None
@@ -107,7 +163,8 @@ class Screen:
         self._stop()
         if self._format == "json":
             for outcome in outcomes:
-                self._json("info", "build", "done", summary(outcome))
+                level = "info" if outcome.verdict == "passed" else "error"
+                self._json(level, "", "done", summary(outcome))
             return
         if self._quiet:
             return
@@ -148,8 +205,9 @@ class Screen:
             "event": event,
             "fields": fields,
         }
-        sys.stderr.write(json.dumps(line, default=str) + "\n")
-        sys.stderr.flush()
+        with self._lock:
+            sys.stderr.write(json.dumps(line, default=str) + "\n")
+            sys.stderr.flush()
 
     def logging_handler(self) -> logging.Handler:
         """A handler that shows the library's log records in this screen's format."""
@@ -157,14 +215,13 @@ class Screen:
 
         class ScreenHandler(logging.Handler):
             def emit(self, record: logging.LogRecord) -> None:
-                if screen._format == "json":
-                    screen._json(
-                        record.levelname.lower(), record.name, "log", {"message": record.getMessage()}
-                    )
-                else:
-                    screen._err.print(
-                        f"{record.levelname.lower()}: {escape(record.getMessage())}", soft_wrap=True
-                    )
+                with screen._lock:
+                    level, message = record.levelname.lower(), record.getMessage()
+                    if screen._format == "json":
+                        stage = "" if screen._running is None else screen._running.stage
+                        screen._json(level, stage, "log", {"logger": record.name, "message": message})
+                    else:
+                        screen._err.print(f"{level}: {escape(message)}", soft_wrap=True)
 
         return ScreenHandler()
 

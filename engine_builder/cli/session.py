@@ -25,11 +25,16 @@ class Session:
     quiet: bool = False
     log_format: str = "text"
     cancel: threading.Event = field(default_factory=threading.Event)
+    _screen: Screen | None = None
 
     def screen(self) -> Screen:
+        """The one screen of this process; a second would not know what the first is showing."""
         from engine_builder.cli.console import Screen
 
+        if self._screen is not None:
+            return self._screen
         screen = Screen(quiet=self.quiet, log_format="json" if self.log_format == "json" else "text")
+        self._screen = screen
         root = logging.getLogger()
         root.handlers[:] = [screen.logging_handler()]
         # Libraries are heard from WARNING on; the builder's own records go deeper with --debug.
