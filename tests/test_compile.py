@@ -305,8 +305,12 @@ def test_options_that_a_backend_lacks_are_refused() -> None:
     assert set(RTX.refused_options(everything)) == {
         "timing_cache", "hardware_compatibility", "version_compatible", "refit", "strip_plan", "plugins",
     }  # fmt: skip
-    assert RTX.refused_options(Build(refit="individual", weight_streaming=True, aux_streams=2)) == {}
-    assert set(load_backend("tensorrt").refused_options(everything)) == {"timing_cache", "plugins"}
+    assert RTX.refused_options(Build(weight_streaming=True, aux_streams=2, optimization_level=0)) == {}
+    tensorrt = load_backend("tensorrt")
+    assert tensorrt.refused_options(everything, (80, 90)) == {}
+    assert set(tensorrt.refused_options(everything, (75, 90))) == {"hardware_compatibility"}
+    level_0 = Build.model_validate({"timing_cache": "t.cache", "optimization_level": 0})
+    assert set(tensorrt.refused_options(level_0)) == {"timing_cache"}
 
 
 def test_options_by_tensorrts_names() -> None:

@@ -7,12 +7,14 @@ from.  The build itself is one code path, :func:`strongly_typed.build_plan`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from engine_builder.compile.timing import TimingCache
 from engine_builder.errors import PlatformError
+from engine_builder.execute.request import ExecuteRequest, Execution, LoadOptions
 from engine_builder.recipe import BackendName, Build, PrecisionName, Profile
 from verify.layers import EngineIO, LayerRecord
 
@@ -25,6 +27,7 @@ class BuildOptions:
 
     ``workspace`` is in bytes; ``flags`` are members of ``BuilderFlag``; ``hardware_compatibility``
     is a member of ``HardwareCompatibilityLevel``; None leaves a setting at its default.
+    ``plugins`` are libraries whose code the build runs.
     """
 
     workspace: int
@@ -33,6 +36,8 @@ class BuildOptions:
     aux_streams: int | None = None
     hardware_compatibility: str | None = None
     flags: tuple[str, ...] = ()
+    timing_cache: TimingCache | None = None
+    plugins: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,14 +120,31 @@ class Backend(Protocol):
         """Return why ``precision`` cannot be compiled for ``sm``, or None when it can."""
         ...
 
-    def refused_options(self, build: Build) -> Mapping[str, str]:
-        """Return the keys of the recipe's ``build`` section that do not hold here, with reasons."""
+    def refused_options(self, build: Build, sms: Sequence[int] = ()) -> Mapping[str, str]:
+        """Return the keys of the recipe's ``build`` section that do not hold, with reasons.
+
+        ``sms`` are the architectures that are built for; some options hold on newer ones only.
+        """
         ...
 
     def build(self, request: CompileRequest, on_phase: OnPhase) -> Plan:
         """Build in this process and write ``request.engine``.
 
-        Raises CompileError, SourceModelError, RecipeError or ResourceError.
+        Raises CompileError, SourceModelError, RecipeError, PlatformError or ResourceError.
+        """
+        ...
+
+    def inspect(self, engine: Path, load: LoadOptions) -> str:
+        """Return the inspector's JSON of an engine file; needs the GPU that it was built for.
+
+        Raises PlatformError, SourceModelError or CompileError.
+        """
+        ...
+
+    def execute(self, request: ExecuteRequest, on_phase: OnPhase) -> Execution:
+        """Run an engine in this process, on its inputs and at the bounds of its profiles.
+
+        Raises PlatformError, SourceModelError, RecipeError, CompileError or ResourceError.
         """
         ...
 
@@ -150,8 +172,10 @@ def build_options(build: Build, *, tf32: bool = False) -> BuildOptions:
         "WEIGHT_STREAMING": build.weight_streaming,
     }
     flags = [flag for flag, on in wanted.items() if on]
-    if build.refit is not None:
-        flags.append(refit[build.refit])
+    # Left open, a stripped plan is refitted with identical weights; 10.x and 11.x agree once it is said.
+    mode = build.refit or ("identical" if build.strip_plan else None)
+    if mode is not None:
+        flags.append(refit[mode])
     level = build.hardware_compatibility
     return BuildOptions(
         workspace=int(build.workspace_gb * 2**30),
@@ -160,6 +184,19 @@ def build_options(build: Build, *, tf32: bool = False) -> BuildOptions:
         aux_streams=build.aux_streams,
         hardware_compatibility=None if level == "none" else level.upper(),
         flags=tuple(sorted(flags)),
+        timing_cache=None
+        if build.timing_cache is None
+        else TimingCache(build.timing_cache, build.strict_timing_cache),
+        plugins=build.plugins,
+    )
+
+
+def load_options(build: Build, converted: Path) -> LoadOptions:
+    """How an engine that was built so has to be loaded; ``converted`` is the graph it was built from."""
+    return LoadOptions(
+        host_code=build.version_compatible,
+        refit=converted if build.strip_plan else None,
+        plugins=build.plugins,
     )
 
 

@@ -1,4 +1,4 @@
-"""Runs a build in a process of its own.
+"""Runs a build, or an engine, in a process of its own.
 
 TensorRT spends nearly all of a build in one step that no progress monitor can stop (53 of 56
 seconds for the small model, measured), and it takes its process along when it crashes or when
@@ -27,6 +27,7 @@ from typing import IO, Any, Final
 from engine_builder.compile.backend import CompiledEngine, CompileRequest, Plan, load_backend
 from engine_builder.compile.log import MESSAGES, is_out_of_memory, out_of_memory
 from engine_builder.errors import BuilderError, CompileError, Interrupted
+from engine_builder.execute.request import ExecuteRequest, Execution
 from engine_builder.recipe import BackendName
 from verify.layers import EngineLayers, parse_build_log, parse_inspector_json
 
@@ -36,7 +37,7 @@ _CHILD: Final = "from engine_builder.compile.isolated import main; main()"
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a build stands: TensorRT's name of the phase, and seconds since the start."""
+    """Where a build or an execution stands: the phase's name, and seconds since the start."""
 
     phase: str
     seconds: float
@@ -48,7 +49,7 @@ OnProgress = Callable[[Progress], None]
 @dataclass(frozen=True)
 class _Job:
     backend: BackendName
-    request: CompileRequest
+    request: CompileRequest | ExecuteRequest
     level: int
 
 
@@ -75,7 +76,8 @@ def compile_engine(
     Interrupted after ``cancel``.
     """
     try:
-        plan = _run(backend, request, cancel or threading.Event(), on_progress or _ignore)
+        plan = _run(backend, request, cancel, on_progress)
+        assert isinstance(plan, Plan)
         layers = read_layer_table(plan.layer_table)
     except BaseException:
         request.engine.unlink(missing_ok=True)
@@ -91,6 +93,25 @@ def compile_engine(
     )
 
 
+def execute_engine(
+    backend: BackendName,
+    request: ExecuteRequest,
+    *,
+    cancel: threading.Event | None = None,
+    on_progress: OnProgress | None = None,
+) -> Execution:
+    """Run the engine in a child process, which takes the GPU's memory back with it.
+
+    ``on_progress`` and ``cancel`` work as for :func:`compile_engine`.
+
+    Raises CompileError, PlatformError, SourceModelError, RecipeError, ResourceError, and
+    Interrupted after ``cancel``.
+    """
+    execution = _run(backend, request, cancel, on_progress)
+    assert isinstance(execution, Execution)
+    return execution
+
+
 def read_layer_table(text: str) -> EngineLayers:
     """Read a :attr:`Plan.layer_table`, whichever backend printed it."""
     return parse_inspector_json(text) if text.lstrip().startswith("{") else parse_build_log(text)
@@ -101,20 +122,24 @@ def _ignore(progress: Progress) -> None:
 
 
 def _run(
-    backend: BackendName, request: CompileRequest, cancel: threading.Event, on_progress: OnProgress
-) -> Plan:
+    backend: BackendName,
+    request: CompileRequest | ExecuteRequest,
+    cancel: threading.Event | None,
+    on_progress: OnProgress | None,
+) -> Plan | Execution:
+    cancel = cancel or threading.Event()
     ours, theirs = Pipe()
     with ours, tempfile.TemporaryFile() as output:
         with theirs:
             process = _start(theirs, output)
         try:
             ours.send(_Job(backend, request, MESSAGES.getEffectiveLevel()))
-            return _wait(ours, cancel, on_progress)
+            return _wait(ours, cancel, on_progress or _ignore)
         except (EOFError, ConnectionError) as error:
             code = process.wait()
             if cancel.is_set() or -code in (signal.SIGINT, signal.SIGTERM):
                 raise Interrupted("the build was stopped") from error
-            raise _death(code, output) from error
+            raise _death(code, output, isinstance(request, CompileRequest)) from error
         finally:
             process.kill()
             process.wait()
@@ -135,14 +160,14 @@ def _start(connection: Connection, output: IO[bytes]) -> subprocess.Popen[bytes]
     )
 
 
-def _wait(connection: Connection, cancel: threading.Event, on_progress: OnProgress) -> Plan:
+def _wait(connection: Connection, cancel: threading.Event, on_progress: OnProgress) -> Plan | Execution:
     started = time.monotonic()
     phase = "Starting"
     while True:
         if cancel.is_set():
             raise Interrupted("the build was stopped")
         received: Any = connection.recv() if connection.poll(_POLL_SECONDS) else None
-        if isinstance(received, Plan):
+        if isinstance(received, Plan | Execution):
             return received
         if isinstance(received, BuilderError):
             raise received
@@ -153,18 +178,19 @@ def _wait(connection: Connection, cancel: threading.Event, on_progress: OnProgre
         on_progress(Progress(phase, time.monotonic() - started))
 
 
-def _death(code: int, output: IO[bytes]) -> BuilderError:
+def _death(code: int, output: IO[bytes], compiling: bool) -> BuilderError:
     """The error for a child that ended without an answer."""
     output.seek(0)
     text = output.read().decode(errors="replace").strip()
+    who, doing = ("compiler", "building") if compiling else ("engine's process", "running")
     if code == -signal.SIGKILL:
-        return out_of_memory("the compiler was killed, most likely because memory ran out")
+        return out_of_memory(f"the {who} was killed, most likely because memory ran out")
     if is_out_of_memory(text):
-        return out_of_memory("memory ran out while TensorRT was building the engine")
+        return out_of_memory(f"memory ran out while TensorRT was {doing} the engine")
     lines = text.splitlines()
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     last = f": {lines[-1][:200]}" if lines else ""
-    return CompileError(f"the compiler ended unexpectedly with {how}{last}")
+    return CompileError(f"the {who} ended unexpectedly with {how}{last}")
 
 
 # --- in the child ---------------------------------------------------------------------------
@@ -220,9 +246,11 @@ def main() -> None:
         parent = _Parent(connection)
         MESSAGES.setLevel(job.level)
         MESSAGES.addHandler(_SendingHandler(parent))
+        backend = load_backend(job.backend)
         try:
-            plan = load_backend(job.backend).build(job.request, parent.send)
+            if isinstance(job.request, CompileRequest):
+                parent.send(backend.build(job.request, parent.send))
+            else:
+                parent.send(backend.execute(job.request, parent.send))
         except BuilderError as error:
             parent.send(error)
-        else:
-            parent.send(plan)

@@ -6,10 +6,21 @@ import functools
 import logging
 import re
 from collections.abc import Iterable
-from typing import Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from engine_builder.errors import BuilderError, CompileError, RecipeError, ResourceError, SourceModelError
+from engine_builder.errors import (
+    BuilderError,
+    CompileError,
+    PlatformError,
+    RecipeError,
+    ResourceError,
+    SourceModelError,
+)
 from verify.layers import normalise_dtype
+
+if TYPE_CHECKING:
+    import tensorrt as trt
 
 MESSAGES: Final = logging.getLogger("engine_builder.tensorrt")
 """TensorRT's own messages at their own severity, apart from those of the builder."""
@@ -49,8 +60,12 @@ class MessageLog:
             self.warnings.append(text)
         MESSAGES.log(level, "%s", text)
 
+    def warn(self, text: str) -> None:
+        """Keep and forward a warning of the builder's own."""
+        self.add("WARNING", text)
 
-def attach_logger(trt: Any, messages: MessageLog) -> Any:
+
+def attach_logger(trt: Any, messages: MessageLog) -> trt.ILogger:
     """Return the TensorRT logger of the given module, which from now on fills ``messages``.
 
     TensorRT knows one logger per process and ignores every other while any builder is alive, even
@@ -74,7 +89,7 @@ def _process_logger(trt: Any) -> Any:
     return ForwardingLogger()
 
 
-def parse_error(parser: Any, messages: MessageLog) -> BuilderError:
+def parse_error(parser: trt.OnnxParser, messages: MessageLog) -> BuilderError:
     """Return the error for a model that the ONNX parser rejected."""
     for index in range(parser.num_errors):
         native = parser.get_error(index)
@@ -88,6 +103,54 @@ def build_error(messages: MessageLog) -> BuilderError:
     if not messages.errors:
         return CompileError("TensorRT gave no engine and no reason")
     return translate("\n".join((*messages.errors, *messages.warnings)))
+
+
+def load_error(messages: MessageLog, engine: Path) -> BuilderError:
+    """Return the error for an engine file that TensorRT did not deserialize.
+
+    In TensorRT's words what it "expects" is this machine's, and what it "got" the engine's.
+    """
+    text = "\n".join(messages.errors)
+    where = str(engine)
+    if is_out_of_memory(text):
+        return ResourceError("memory ran out while the engine was loaded", where=where)
+    if re.search(r"CUDA driver version is insufficient|no CUDA-capable device", text):
+        return PlatformError(
+            "an engine is loaded on a GPU, and CUDA shows none here",
+            where=where,
+            hint="run with --gpus all; without a GPU the layer table of the build log can be verified",
+        )
+    if match := re.search(r"expecting library version (\S+) got (\S+?),", text):
+        return PlatformError(
+            f"the engine was built by TensorRT {match[2]}, and this is {match[1]}",
+            where=where,
+            hint="an engine runs on the version that built it: use that image, or build it anew",
+        )
+    if match := re.search(r"expecting compute (\d+)\.(\d+) got compute (\d+)\.(\d+)", text):
+        return PlatformError(
+            f"the engine was built for sm_{match[3]}{match[4]}, and this GPU is sm_{match[1]}{match[2]}",
+            where=where,
+            hint="build it anew on this GPU",
+        )
+    if "does not support this compute capability" in text:
+        return PlatformError(
+            "TensorRT-RTX does not run on this GPU",
+            where=where,
+            hint="it runs on RTX GPUs; for H100 and H200 build with target.backend: tensorrt",
+        )
+    if match := re.search(r"Current Version: (\d+), Serialized Engine Version: (\d+)", text):
+        return PlatformError(
+            f"the engine was built by another TensorRT: its format is {match[2]}, and here it is {match[1]}",
+            where=where,
+            hint="an engine runs on the version that built it: use that image, or build it anew",
+        )
+    if re.search(r"magic ?tag", text, re.IGNORECASE):
+        return SourceModelError("this is no engine of this TensorRT version", where=where)
+    if "header.size == blobSize" in text:
+        return SourceModelError("the engine is cut short", where=where)
+    if re.search(r"host ?code|lean runtime", text, re.IGNORECASE):
+        return PlatformError("the engine brings a runtime of its own, which is not allowed here", where=where)
+    return CompileError(_essence(text) or "TensorRT does not load it and gives no reason", where=where)
 
 
 def out_of_memory(message: str) -> ResourceError:
@@ -148,6 +211,11 @@ def translate(text: str, *, node: str = "", operator: str = "") -> BuilderError:
     if "violate shape constraints" in text:
         return CompileError(
             _essence(text), hint="the model must work at every shape of the recipe's profiles"
+        )
+    if re.search(r"timing cache.*miss|miss.*timing cache", text, re.IGNORECASE):
+        return CompileError(
+            "the strict timing cache lacks a tactic that the build needs",
+            hint="build once without strict_timing_cache on this GPU to complete it",
         )
     if re.search(r"no optimization profile|Invalid optimization profile|profile \d+", text):
         return RecipeError(_essence(text), where="profiles", hint="correct the recipe's profiles")

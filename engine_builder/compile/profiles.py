@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from engine_builder.errors import RecipeError
 from engine_builder.recipe import Profile
 
+if TYPE_CHECKING:
+    import tensorrt as trt
 
-def add_profiles(builder: Any, config: Any, profiles: Sequence[Profile]) -> None:
+
+def add_profiles(builder: trt.Builder, config: trt.IBuilderConfig, profiles: Sequence[Profile]) -> None:
     """Add each profile to the builder's configuration, in order.
 
     Raises RecipeError for one that TensorRT does not accept.

@@ -6,18 +6,25 @@ import hashlib
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from engine_builder.compile.backend import BuildOptions, CompileRequest, OnPhase, Plan
 from engine_builder.compile.log import MessageLog, attach_logger, build_error, parse_error
 from engine_builder.compile.profiles import add_profiles
+from engine_builder.compile.refit import mark_linear_weights
+from engine_builder.compile.timing import attach_cache, keep_cache
+from engine_builder.compile.versions import member
 from engine_builder.durable import disk_error
 from engine_builder.errors import CompileError
+from engine_builder.execute.loading import load_plugins
+
+if TYPE_CHECKING:
+    import tensorrt as trt
 
 # TensorRT-RTX compiles every kernel, nearly the whole build, under a name that says otherwise.
 _PHASES: Final = {"Determining refit engines": "Compiling kernels"}
 
-SetTarget = Callable[[Any, int], None]
+SetTarget = Callable[[Any, Any, int], None]
 ReadLayers = Callable[[Path], str]
 
 
@@ -31,7 +38,7 @@ def build_plan(
 ) -> Plan:
     """Parse ``request.onnx``, build it and stream the engine to ``request.engine``.
 
-    ``trt`` is the module tensorrt or tensorrt_rtx.  ``set_target(config, sm)`` names the
+    ``trt`` is the module tensorrt or tensorrt_rtx.  ``set_target(trt, config, sm)`` names the
     architecture where it is not the machine's own; ``read_layers(engine)`` fetches the layer table
     from the finished engine, without it the builder's own message is taken.
     ``on_phase`` is called with the name of each phase that the builder enters.
@@ -61,7 +68,7 @@ def build_plan(
         # What it says of a cache that it cannot read is no reason for a build to fail.
         messages.errors.clear()
     if set_target is not None:
-        set_target(config, request.sm)
+        set_target(trt, config, request.sm)
     add_profiles(builder, config, request.profiles)
     monitor = _make_monitor(trt, on_phase)
     config.progress_monitor = monitor

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import importlib
-import mmap
-import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from engine_builder.compile.backend import CompileRequest, OnPhase, Plan, refuse_target
+from engine_builder.compile.backend import CompileRequest, OnPhase, Plan, refuse_target, sm_list
 from engine_builder.compile.device import visible_sm
 from engine_builder.compile.strongly_typed import build_plan
-from engine_builder.errors import CompileError, PlatformError
+from engine_builder.compile.versions import is_supported
+from engine_builder.errors import PlatformError
+from engine_builder.execute.loading import inspect_engine
+from engine_builder.execute.request import ExecuteRequest, Execution, LoadOptions
+from engine_builder.execute.run import execute
 from engine_builder.recipe import FIRST_SM, Build, PrecisionName
 
-# From 10.15 on the names used here are the same.  11 dropped the type flags of BuilderFlag, the
-# calibrators and EXPLICIT_BATCH, none of which a strongly typed network needs, and accepts
-# STRONGLY_TYPED without effect.
-_OLDEST: Final = (10, 15)
-_BEFORE: Final = (12, 0)
+_FIRST_SM_OF_LEVEL: Final[Mapping[str, int]] = {"ampere_plus": 80, "same_compute_capability": 75}
+"""The first architecture whose engines can have the level, by TensorRT's own documentation."""
 
 
 class TensorRT:
@@ -60,37 +59,34 @@ class TensorRT:
             return None
         return f"sm_{sm} has no {precision} tensor cores; the first with them is sm_{FIRST_SM[precision]}"
 
-    def refused_options(self, build: Build) -> Mapping[str, str]:
+    def refused_options(self, build: Build, sms: Sequence[int] = ()) -> Mapping[str, str]:
         """See :meth:`Backend.refused_options`."""
         refused: dict[str, str] = {}
-        if build.timing_cache is not None:
-            refused["timing_cache"] = "timing caches are not read or written"
-        if build.plugins:
-            refused["plugins"] = "plugin libraries are not loaded"
+        if build.timing_cache is not None and build.optimization_level == 0:
+            refused["timing_cache"] = "optimization_level 0 uses no timing cache"
+        level = build.hardware_compatibility
+        older = tuple(sm for sm in sms if sm < _FIRST_SM_OF_LEVEL.get(level, 0))
+        if older:
+            refused["hardware_compatibility"] = f"{sm_list(older)} has no engines that are {level}"
         return refused
 
     def build(self, request: CompileRequest, on_phase: OnPhase) -> Plan:
         """See :meth:`Backend.build`.  The layer table is the inspector's JSON of the finished engine."""
         self.check_target(request.sm)
         trt = _module()
+        # The plugins of the build are loaded already, and none may be registered twice.
+        load = LoadOptions(host_code="VERSION_COMPATIBLE" in request.options.flags)
+        return build_plan(
+            trt, request, on_phase, read_layers=lambda engine: inspect_engine(trt, engine, load)
+        )
 
-        def read_layers(logger: Any, engine: Path) -> str:
-            return inspect_engine(trt, logger, engine)
+    def inspect(self, engine: Path, load: LoadOptions) -> str:
+        """See :meth:`Backend.inspect`."""
+        return inspect_engine(_module(), engine, load)
 
-        return build_plan(trt, request, on_phase, read_layers=read_layers)
-
-
-def inspect_engine(trt: Any, logger: Any, engine: Path) -> str:
-    """Return the inspector's JSON of an engine file.
-
-    Raises CompileError when the engine does not load on this machine.
-    """
-    with engine.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
-        loaded = trt.Runtime(logger).deserialize_cuda_engine(plan)
-    if loaded is None:
-        raise CompileError("the engine does not load on the GPU that built it", where=str(engine))
-    inspector = loaded.create_engine_inspector()
-    return str(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
+    def execute(self, request: ExecuteRequest, on_phase: OnPhase) -> Execution:
+        """See :meth:`Backend.execute`."""
+        return execute(_module(), request, on_phase)
 
 
 def _module() -> Any:
@@ -101,8 +97,7 @@ def _module() -> Any:
             f"TensorRT cannot be imported: {error}",
             hint="use the container image, or target.backend: tensorrt_rtx without a GPU",
         ) from error
-    version = tuple(int(part) for part in re.findall(r"\d+", str(trt.__version__))[:2])
-    if not _OLDEST <= version < _BEFORE:
+    if not is_supported(str(trt.__version__)):
         raise PlatformError(
             f"TensorRT {trt.__version__} is not supported", hint="10.15 to 11.x are supported"
         )

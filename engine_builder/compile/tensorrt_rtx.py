@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Mapping
-from typing import Any, Final, Literal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from engine_builder.compile.backend import CompileRequest, OnPhase, Plan, refuse_target
 from engine_builder.compile.device import visible_sm
 from engine_builder.compile.strongly_typed import build_plan
+from engine_builder.compile.versions import member
 from engine_builder.errors import PlatformError
+from engine_builder.execute.loading import inspect_engine
+from engine_builder.execute.request import ExecuteRequest, Execution, LoadOptions
+from engine_builder.execute.run import execute
 from engine_builder.recipe import Build, PrecisionName
+
+if TYPE_CHECKING:
+    import tensorrt_rtx as trt
 
 # What the compiler of 1.7.1 refuses, measured on each architecture with small graphs.
 _REFUSED: Final[Mapping[tuple[PrecisionName, int], str]] = {
@@ -57,8 +65,12 @@ class TensorRTRTX:
         """
         return _REFUSED.get((precision, sm))
 
-    def refused_options(self, build: Build) -> Mapping[str, str]:
-        """See :meth:`Backend.refused_options`.  Reasons as measured with 1.7.1 without a GPU."""
+    def refused_options(self, build: Build, sms: Sequence[int] = ()) -> Mapping[str, str]:
+        """See :meth:`Backend.refused_options`.  Reasons as measured with 1.7.1 without a GPU.
+
+        ``REFIT_INDIVIDUAL`` builds there as long as no weight is marked, which makes nothing
+        refittable.
+        """
         refused: dict[str, str] = {}
         if build.timing_cache is not None:
             refused["timing_cache"] = "TensorRT-RTX times no tactics, so that it has nothing to cache"
@@ -66,8 +78,8 @@ class TensorRTRTX:
             refused["hardware_compatibility"] = "TensorRT-RTX ignores it: build one engine per sm"
         if build.version_compatible:
             refused["version_compatible"] = "TensorRT-RTX comes without the lean runtime that it needs"
-        if build.refit in ("all", "identical"):
-            refused["refit"] = "TensorRT-RTX needs a GPU for it; refit: individual works anywhere"
+        if build.refit is not None:
+            refused["refit"] = "TensorRT-RTX builds refittable engines on a machine with a GPU only"
         if build.strip_plan:
             refused["strip_plan"] = "TensorRT-RTX builds it on a machine with a GPU only"
         if build.plugins:
@@ -78,13 +90,20 @@ class TensorRTRTX:
         """See :meth:`Backend.build`.  The layer table is the builder's own VERBOSE message, because
         an engine cannot be deserialized without a driver."""
         self.check_target(request.sm)
-        trt = _module()
+        return build_plan(_module(), request, on_phase, set_target=_set_target)
 
-        def set_target(config: Any, sm: int) -> None:
-            config.num_compute_capabilities = 1
-            config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), 0)
+    def inspect(self, engine: Path, load: LoadOptions) -> str:
+        """See :meth:`Backend.inspect`."""
+        return inspect_engine(_module(), engine, load)
 
-        return build_plan(trt, request, on_phase, set_target=set_target)
+    def execute(self, request: ExecuteRequest, on_phase: OnPhase) -> Execution:
+        """See :meth:`Backend.execute`."""
+        return execute(_module(), request, on_phase)
+
+
+def _set_target(trt: Any, config: trt.IBuilderConfig, sm: int) -> None:
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(member(trt, "ComputeCapability", f"SM{sm}"), 0)
 
 
 def _module() -> Any:

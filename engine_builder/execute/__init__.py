@@ -1,0 +1,1 @@
+"""Runs engines on a GPU: their outputs, their latency, their memory."""
