@@ -50,3 +50,12 @@ def is_pinned(op_type: str, domain: str, opset: int, operand: int) -> bool:
     if schema is None or operand >= len(schema.inputs):
         return False
     return bool(schema.inputs[operand].type_str == _SPELLED[ir.DataType.FLOAT])
+
+
+@lru_cache(maxsize=4096)
+def output_is_pinned(op_type: str, domain: str, opset: int, index: int) -> bool:
+    """Whether the standard fixes this output to fp32, whatever the type of the data."""
+    schema = schema_of(op_type, domain, opset)
+    if schema is None or index >= len(schema.outputs):
+        return False
+    return bool(schema.outputs[index].type_str == _SPELLED[ir.DataType.FLOAT])

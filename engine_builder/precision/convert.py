@@ -17,7 +17,7 @@ from onnx_ir.passes.common import (
 )
 
 from engine_builder.errors import BuilderError, ConversionError, SourceModelError
-from engine_builder.graph.find import find_structures, require_dit
+from engine_builder.graph.find import FINDERS_VERSION, find_structures, require_dit
 from engine_builder.graph.passes.assign_types import AssignTypesPass
 from engine_builder.graph.passes.bake_rotary import BakeRotaryPass, RotaryTable
 from engine_builder.graph.passes.decompose_attention import DecomposeAttentionPass
@@ -135,11 +135,8 @@ def retype(
         require_dit(structures)
     for miss in structures.near_misses:
         log.info("near miss: %s at %s: %s", miss.structure, miss.node, miss.reason)
-    tables: tuple[RotaryTable, ...] = ()
-    if options.rotary == "baked" and structures.rotary:
-        bake = BakeRotaryPass(structures.rotary, lengths)
-        _run(model, [bake, TopologicalSortPass()], applied)
-        tables = bake.tables
+    bake = BakeRotaryPass(structures.rotary if options.rotary == "baked" else (), lengths)
+    _run(model, [bake, TopologicalSortPass()], applied)
     selection: Selection | None = None
     if options.fp8 is not None:
         oracle = ShapeOracle(model, lengths[len(lengths) // 2])
@@ -155,6 +152,7 @@ def retype(
     forced: tuple[str, ...] = ()
     if options.trunk != "fp32":
         keep = [node for node in fp32_nodes(model.graph, structures, options) if node.graph is not None]
+        keep.extend(bake.reads)
         assign = AssignTypesPass(options.trunk_type, keep, ledger, clip=options.clip_overflow)
         _run(model, [assign], applied)
         forced = assign.forced
@@ -162,7 +160,7 @@ def retype(
         if before_quantization is not None:
             before_quantization(selection.chosen)
         _run(model, [InsertQdqPass(selection.chosen, scales, options.trunk_type)], applied)
-    return Retyped(structures, selection, tables, forced, tuple(applied), ledger)
+    return Retyped(structures, selection, bake.tables, forced, tuple(applied), ledger)
 
 
 def _refuse_missing(selection: Selection, scales: Mapping[str, LinearScale]) -> None:
@@ -177,7 +175,7 @@ def _refuse_missing(selection: Selection, scales: Mapping[str, LinearScale]) -> 
 
 def pass_versions() -> dict[str, int]:
     """The version of every pass that shapes a converted graph: an ingredient of its content key."""
-    return {
+    versions = {
         p.__name__: p.version
         for p in (
             AssignTypesPass,
@@ -190,6 +188,7 @@ def pass_versions() -> dict[str, int]:
             UpgradeOpsetPass,
         )
     }
+    return {**versions, "find_structures": FINDERS_VERSION}
 
 
 def normalizing_passes() -> list[ir.passes.PassBase]:

@@ -11,7 +11,10 @@ from engine_builder.graph.find.linears import find_linears
 from engine_builder.graph.find.norms import find_norms
 from engine_builder.graph.structures import Structures
 
-__all__ = ["find_structures", "require_dit"]
+__all__ = ["FINDERS_VERSION", "find_structures", "require_dit"]
+
+FINDERS_VERSION = 2
+"""Raised when other nodes may be found: what is kept in fp32 depends on it."""
 
 
 def find_structures(model: ir.Model) -> Structures:

@@ -8,7 +8,8 @@ from typing import ClassVar
 import onnx_ir as ir
 
 from engine_builder.errors import ConversionError
-from engine_builder.graph.operator_types import is_pinned, supports
+from engine_builder.graph.naming import Names
+from engine_builder.graph.operator_types import is_pinned, output_is_pinned, supports
 from engine_builder.graph.reading import is_float, is_op
 from engine_builder.graph.weights import ConversionLedger, ConvertedTensor
 
@@ -19,7 +20,7 @@ SHORT = {ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16", FLOAT: "fp32
 _TYPE_BLIND = ("Shape", "Size", "Cast", "IsNaN", "IsInf")
 # Operators whose output type is an attribute's or that exist for fp32 only.
 _ALWAYS_FP32 = (
-    "Range", "ConstantOfShape", "EyeLike", "RandomNormal", "RandomNormalLike", "RandomUniform",
+    "Range", "Constant", "ConstantOfShape", "EyeLike", "RandomNormal", "RandomNormalLike", "RandomUniform",
     "RandomUniformLike", "Multinomial", "Bernoulli", "If", "Loop", "Scan",
 )  # fmt: skip
 
@@ -39,7 +40,7 @@ class AssignTypesPass(ir.passes.InPlacePass):
         clip: Whether constants beyond the type's range are clipped instead of becoming infinite.
     """
 
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     def __init__(
         self,
@@ -82,10 +83,13 @@ class AssignTypesPass(ir.passes.InPlacePass):
         before = {id(v): v.dtype for node in top_level for v in node.outputs}
         for node in top_level:
             label = self._label(node)
-            for value in node.outputs:
-                if value.dtype == FLOAT:
+            if label == FLOAT:
+                continue
+            for index, value in enumerate(node.outputs):
+                pinned = output_is_pinned(node.op_type, node.domain, self._opset, index)
+                if value.dtype == FLOAT and not pinned:
                     value.type = ir.TensorType(label)
-            if is_op(node, "Cast") and before[id(node.outputs[0])] == FLOAT and label != FLOAT:
+            if is_op(node, "Cast") and before[id(node.outputs[0])] == FLOAT:
                 node.attributes["to"] = ir.AttrInt64("to", int(label))
 
         self.forced = tuple(
@@ -95,16 +99,17 @@ class AssignTypesPass(ir.passes.InPlacePass):
             and self._is_forced(node)
             and any(is_float(v) for v in (*node.inputs, *node.outputs) if v is not None)
         )
+        names = Names(graph)
         casts: dict[tuple[int, ir.DataType], ir.Value] = {}
         constants: dict[tuple[int, ir.DataType], ir.Value] = {}
         initializers = {id(v): v for v in graph.initializers.values() if v.dtype == FLOAT}
         originals = {id(v): v.const_value for v in initializers.values()}
-        readers: dict[int, set[ir.DataType]] = {}
+        readers: dict[int, set[ir.DataType]] = {id(v): {FLOAT} for v in graph.outputs}
         wanted: list[tuple[ir.Node, int, ir.Value, ir.DataType]] = []
         for node in top_level:
-            label = self._label(node)
+            label = FLOAT if _decides_on_fp32(node) else self._label(node)
             for owner, index, value in _operands(node):
-                if value.dtype not in (FLOAT, self._trunk) or is_op(owner, *_TYPE_BLIND):
+                if value.dtype not in (FLOAT, self._trunk) or self._is_blind(owner):
                     if id(value) in initializers:
                         readers.setdefault(id(value), set()).add(FLOAT)
                     continue
@@ -121,20 +126,23 @@ class AssignTypesPass(ir.passes.InPlacePass):
                     continue
                 key = (id(value), want)
                 if key not in constants:
-                    constants[key] = self._converted(
-                        graph, value, originals[id(value)], want, shared=FLOAT in readers[id(value)]
-                    )
+                    shared = FLOAT in readers[id(value)]
+                    constants[key] = self._converted(graph, value, originals[id(value)], want, shared, names)
                 if constants[key] is not value:
                     owner.replace_input_with(index, constants[key])
             elif value.dtype != want:
                 key = (id(value), want)
                 if key not in casts:
-                    casts[key] = _cast(graph, value, want)
+                    casts[key] = _cast(graph, value, want, names)
                 owner.replace_input_with(index, casts[key])
 
+        restored: dict[int, ir.Value] = {}
         for position, value in enumerate(graph.outputs):
             if value.dtype == self._trunk:
-                _restore_output(graph, position, value)
+                if id(value) not in restored:
+                    existing = casts.get((id(value), FLOAT))
+                    restored[id(value)] = _restore_output(graph, value, existing, names)
+                graph.outputs[position] = restored[id(value)]
         return ir.passes.PassResult(model, True)
 
     def _label(self, node: ir.Node) -> ir.DataType:
@@ -143,7 +151,13 @@ class AssignTypesPass(ir.passes.InPlacePass):
         return self._trunk
 
     def _is_forced(self, node: ir.Node) -> bool:
-        return not supports(node.op_type, node.domain, self._opset, self._trunk)
+        if not supports(node.op_type, node.domain, self._opset, self._trunk):
+            return True
+        # A Cast changes a tensor's type, nothing changes a sequence's: these stay what they are.
+        return any(not _is_tensor(v) for v in (*node.inputs, *node.outputs) if v is not None)
+
+    def _is_blind(self, node: ir.Node) -> bool:
+        return is_op(node, *_TYPE_BLIND) and supports(node.op_type, node.domain, self._opset, self._trunk)
 
     def _converted(
         self,
@@ -151,17 +165,19 @@ class AssignTypesPass(ir.passes.InPlacePass):
         value: ir.Value,
         tensor: ir.TensorProtocol | None,
         dtype: ir.DataType,
-        *,
         shared: bool,
+        names: Names,
     ) -> ir.Value:
         if tensor is None:
             raise ConversionError(f"the constant {value.name} has no value")
-        name = f"{value.name}__{SHORT[dtype]}" if shared or value.is_graph_input() else value.name or ""
-        converted = ConvertedTensor(tensor, name, dtype, self._ledger, clip=self._clip)
-        if name == value.name:
-            value.const_value = converted
+        if not shared and not value.is_graph_input():
+            value.const_value = ConvertedTensor(
+                tensor, value.name or "", dtype, self._ledger, clip=self._clip
+            )
             value.type = ir.TensorType(dtype)
             return value
+        name = names.fresh(f"{value.name}__{SHORT[dtype]}")
+        converted = ConvertedTensor(tensor, name, dtype, self._ledger, clip=self._clip)
         copy = ir.Value(name=name, type=ir.TensorType(dtype), shape=value.shape, const_value=converted)
         graph.register_initializer(copy)
         return copy
@@ -186,9 +202,21 @@ def _operands(node: ir.Node) -> list[tuple[ir.Node, int, ir.Value]]:
     return found
 
 
-def _cast(graph: ir.Graph, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+def _is_tensor(value: ir.Value) -> bool:
+    return value.type is None or isinstance(value.type, ir.TensorType)
+
+
+def _decides_on_fp32(node: ir.Node) -> bool:
+    """A comparison or another decision about floats that are all fp32: rounding them may turn it."""
+    if any(is_float(v) for v in node.outputs):
+        return False
+    floats = [v for v in node.inputs if v is not None and is_float(v) and v.const_value is None]
+    return bool(floats) and all(v.dtype == FLOAT for v in floats)
+
+
+def _cast(graph: ir.Graph, value: ir.Value, dtype: ir.DataType, names: Names) -> ir.Value:
     """``value`` in ``dtype``: a Cast directly behind its producer, or first of all for an input."""
-    name = f"{value.name}__{SHORT[dtype]}"
+    name = names.fresh(f"{value.name}__{SHORT[dtype]}")
     node = ir.node(
         "Cast",
         [value],
@@ -206,21 +234,14 @@ def _cast(graph: ir.Graph, value: ir.Value, dtype: ir.DataType) -> ir.Value:
     return node.outputs[0]
 
 
-def _restore_output(graph: ir.Graph, position: int, value: ir.Value) -> None:
-    """Gives a graph output back its name and fp32; the trunk value is renamed."""
+def _restore_output(graph: ir.Graph, value: ir.Value, cast: ir.Value | None, names: Names) -> ir.Value:
+    """The fp32 value that takes a graph output's name; the trunk value is renamed.
+
+    ``cast`` is the value in fp32, if a node of the graph reads it already.
+    """
     name, dtype = value.name or "", value.dtype
     assert dtype is not None
-    value.name = f"{name}__{SHORT[dtype]}"
-    node = ir.node(
-        "Cast",
-        [value],
-        attributes={"to": int(FLOAT)},
-        outputs=[ir.Value(name=name, type=ir.TensorType(FLOAT), shape=value.shape)],
-        name=f"{name}__fp32",
-    )
-    producer = value.producer()
-    if producer is None:
-        graph.append(node)
-    else:
-        graph.insert_after(producer, node)
-    graph.outputs[position] = node.outputs[0]
+    value.name = names.fresh(f"{name}__{SHORT[dtype]}")
+    output = cast if cast is not None else _cast(graph, value, FLOAT, names)
+    output.name = name
+    return output

@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from engine_builder.errors import ConversionError
+from engine_builder.graph.naming import Names
 from engine_builder.graph.reading import is_op
 from engine_builder.graph.shapes import ShapeOracle
 from engine_builder.graph.structures import RotaryEmbedding
@@ -23,6 +24,15 @@ class RotaryTable:
     rows: int
     prepended: int
     trig_nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Made:
+    table: ir.Value
+    read: ir.Value
+    trig: list[str]
+    rows: int
+    prepended: int
 
 
 class BakeRotaryPass(ir.passes.InPlacePass):
@@ -41,7 +51,7 @@ class BakeRotaryPass(ir.passes.InPlacePass):
         ConversionError: An angle depends on input data, or on the length.
     """
 
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
 
     def __init__(
         self, rotary: Sequence[RotaryEmbedding], lengths: Sequence[Mapping[str, Sequence[int]]]
@@ -50,18 +60,20 @@ class BakeRotaryPass(ir.passes.InPlacePass):
         self._rotary = rotary
         self._lengths = lengths
         self.tables: tuple[RotaryTable, ...] = ()
+        self.reads: tuple[ir.Node, ...] = ()
+        """The nodes that take the rows of a table: they belong to the fp32 path of the rotation."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         if not any(rotation.trig for rotation in self._rotary):
             return ir.passes.PassResult(model, False)
         graph = model.graph
+        names = Names(graph)
         oracles = [ShapeOracle(model, shapes) for shapes in self._lengths]
         trigs: dict[int, tuple[ir.Node, RotaryEmbedding]] = {}
         for rotation in self._rotary:
             for node in rotation.trig:
                 trigs.setdefault(id(node), (node, rotation))
-        made: dict[tuple[str, bytes], tuple[ir.Value, list[str], int, int]] = {}
-        slices: dict[int, ir.Value] = {}
+        made: dict[tuple[str, bytes, tuple[int, ...]], _Made] = {}
         types = [(o.name, o.dtype) for o in graph.outputs]
         for trig, rotation in trigs.values():
             angle = trig.inputs[0]
@@ -69,26 +81,24 @@ class BakeRotaryPass(ir.passes.InPlacePass):
             angles, axis, prepended = self._table(trig, angle, oracles)
             function = np.cos if trig.op_type == "Cos" else np.sin
             numbers = function(angles.astype(np.float64)).astype(np.float32)
-            key = (trig.op_type, numbers.tobytes())
+            key = (trig.op_type, numbers.tobytes(), tuple(o.evaluate(angle).shape[axis] for o in oracles))
             if key not in made:
-                same = sum(1 for op, _ in made if op == trig.op_type)
-                name = f"rotary_{trig.op_type.lower()}_table" + (f"_{same}" if same else "")
+                name = names.fresh(f"rotary_{trig.op_type.lower()}_table")
                 table = _initializer(graph, name, numbers)
-                made[key] = (table, [], int(numbers.shape[axis]), prepended)
-                slices[id(table)] = _rows(
-                    graph, trig, table, axis, rotation.x, self._row_axis(rotation, angle, axis, oracles)
+                counted = self._row_axis(rotation, angle, axis, oracles)
+                read = (
+                    table if counted is None else _rows(graph, trig, table, axis, rotation.x, counted, names)
                 )
-            table, names, _, _ = made[key]
-            names.append(trig.name or "")
-            ir.convenience.replace_all_uses_with(trig.outputs[0], slices[id(table)])
+                made[key] = _Made(table, read, [], int(numbers.shape[axis]), prepended)
+            made[key].trig.append(trig.name or "")
+            ir.convenience.replace_all_uses_with(trig.outputs[0], made[key].read, replace_graph_outputs=True)
         self.tables = tuple(
-            RotaryTable(value.name or "", rows, prepended, tuple(names))
-            for value, names, rows, prepended in made.values()
+            RotaryTable(m.table.name or "", m.rows, m.prepended, tuple(m.trig)) for m in made.values()
         )
+        reads = (m.read.producer() for m in made.values())
+        self.reads = tuple(node for node in reads if node is not None)
         _remove_dead(graph, [trig for trig, _ in trigs.values()])
-        survivors = [trig.name for trig, _ in trigs.values() if trig.graph is not None]
-        if survivors:
-            raise ConversionError(f"rotary trigonometry survives baking: {', '.join(map(str, survivors))}")
+        _refuse_survivors(self._rotary, [trig for trig, _ in trigs.values()])
         if [(o.name, o.dtype) for o in graph.outputs] != types:
             raise ConversionError("baking the rotary tables changed the graph's outputs")
         return ir.passes.PassResult(model, True)
@@ -98,7 +108,14 @@ class BakeRotaryPass(ir.passes.InPlacePass):
     ) -> tuple[np.ndarray, int, int]:
         """The angle at the longest length, its row axis, and the rows before the sequence."""
         *others, longest = oracles
-        table = longest.evaluate(angle)
+        try:
+            table = longest.evaluate(angle)
+        except ConversionError as error:
+            raise ConversionError(
+                f"the rotary angle {angle.name} is not made of positions alone: {error.message}",
+                where=f"node {trig.name}",
+                hint="set precision.rotary: computed",
+            ) from error
         if table.dtype != np.float32 or table.ndim < 2:
             raise ConversionError(
                 f"the rotary angle {angle.name} is {table.dtype} of rank {table.ndim}, not an fp32 table",
@@ -122,12 +139,17 @@ class BakeRotaryPass(ir.passes.InPlacePass):
 
     def _row_axis(
         self, rotation: RotaryEmbedding, angle: ir.Value, axis: int, oracles: Sequence[ShapeOracle]
-    ) -> int:
-        """The axis of the rotated value, from the end, that has the angle's rows at every length."""
+    ) -> int | None:
+        """The axis of the rotated value, from the end, that has the angle's rows at every length.
+
+        None if the angle has the same rows at every length: its table is then read whole.
+        """
         rank = len(oracles[-1].shape(rotation.x))
         for candidate in (-2, *(-i for i in range(3, rank + 1))):
             if all(o.shape(rotation.x)[candidate] == o.evaluate(angle).shape[axis] for o in oracles):
                 return candidate
+        if len({o.evaluate(angle).shape[axis] for o in oracles}) == 1:
+            return None
         raise ConversionError(
             f"no axis of {rotation.x.name} has the rows of the angle {angle.name}",
             where=f"node {rotation.name}",
@@ -147,31 +169,35 @@ def _dynamic_dims(lengths: Sequence[Mapping[str, Sequence[int]]]) -> list[list[i
 
 
 def _rows(
-    graph: ir.Graph, trig: ir.Node, table: ir.Value, axis: int, counted: ir.Value, counted_axis: int
+    graph: ir.Graph,
+    trig: ir.Node,
+    table: ir.Value,
+    axis: int,
+    counted: ir.Value,
+    counted_axis: int,
+    names: Names,
 ) -> ir.Value:
     """The first rows of ``table``, as many as ``counted`` has at run time.
 
     They are counted on the rotated value, because the angle's own shape would keep the chain alive
     that the table replaces.
     """
-    name = table.name or ""
+    count, taken = names.fresh(f"{table.name}.rows"), names.fresh(f"{table.name}.slice")
     size = ir.node(
         "Shape",
         [counted],
         # An end of 0 would be the first axis, so the last one is named by leaving the end out.
         attributes={"start": counted_axis} | ({"end": counted_axis + 1} if counted_axis != -1 else {}),
-        outputs=[ir.Value(name=f"{name}.rows", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1]))],
-        name=f"{name}.rows",
+        outputs=[ir.Value(name=count, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1]))],
+        name=count,
     )
-    start = _initializer(graph, f"{name}.start", np.asarray([0], np.int64))
-    axes = _initializer(graph, f"{name}.axis", np.asarray([axis], np.int64))
+    start = _initializer(graph, names.fresh(f"{table.name}.start"), np.asarray([0], np.int64))
+    axes = _initializer(graph, names.fresh(f"{table.name}.axis"), np.asarray([axis], np.int64))
     cut = ir.node(
         "Slice",
         [table, start, size.outputs[0], axes],
-        outputs=[
-            ir.Value(name=f"{name}.slice", type=ir.TensorType(ir.DataType.FLOAT), shape=trig.outputs[0].shape)
-        ],
-        name=f"{name}.slice",
+        outputs=[ir.Value(name=taken, type=ir.TensorType(ir.DataType.FLOAT), shape=trig.outputs[0].shape)],
+        name=taken,
     )
     graph.insert_before(trig, [size, cut])
     return cut.outputs[0]
@@ -184,6 +210,26 @@ def _initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
     )
     graph.register_initializer(value)
     return value
+
+
+def _refuse_survivors(rotary: Sequence[RotaryEmbedding], trig: Sequence[ir.Node]) -> None:
+    """Refuses what is left of the chains, except where something else than a rotation reads it.
+
+    Raises:
+        ConversionError: A Cos or Sin of a rotation, or a node of its chain that nothing reads, is left.
+    """
+    left = [node for node in trig if node.graph is not None]
+    for rotation in rotary:
+        left.extend(
+            node
+            for node in rotation.angle_nodes
+            if rotation.trig
+            and node.graph is not None
+            and not any(o.uses() or o.is_graph_output() for o in node.outputs)
+        )
+    if left:
+        names = ", ".join(dict.fromkeys(str(node.name) for node in left))
+        raise ConversionError(f"rotary trigonometry survives baking: {names}")
 
 
 def _remove_dead(graph: ir.Graph, nodes: list[ir.Node]) -> None:
