@@ -399,6 +399,29 @@ def test_subgraphs_read_the_graph_around_them() -> None:
     assert strict(model).run({"c": np.array(False), "x": x})["y"].tolist() == [9, 25]
 
 
+def test_outputs_that_are_left_out() -> None:
+    """LSTM without its first output, and attention without its trailing ones."""
+    model = model_of(
+        "(float[2,1,3] x, float[1,16,3] w, float[1,16,4] r) => (float[1,1,4] h)"
+        "{ y, h = LSTM<hidden_size = 4>(x, w, r) }"
+    )
+    random = np.random.default_rng(0)
+    inputs = {
+        name: random.standard_normal(shape, np.float32)
+        for name, shape in {"x": (2, 1, 3), "w": (1, 16, 3), "r": (1, 16, 4)}.items()
+    }
+    expected = strict(model).run(inputs)["h"]
+    model.graph.node[0].output[0] = ""
+    assert expected.shape == (1, 1, 4)
+    np.testing.assert_array_equal(strict(model).run(inputs)["h"], expected)
+
+    model = model_of(OPERATORS["attention"], opset=23)
+    model.graph.node[0].output.extend(["", ""])
+    q, k, v = np.ones((1, 2, 5, 4)), np.ones((1, 2, 6, 4)), np.full((1, 2, 6, 3), 7)
+    inputs = {name: array.astype(np.float32) for name, array in {"q": q, "k": k, "v": v}.items()}
+    np.testing.assert_allclose(strict(model).run(inputs)["y"], 7, rtol=1e-6)
+
+
 def test_a_tensor_is_freed_after_its_last_reader() -> None:
     """Forty sums of 4 MiB each: three are alive at a time, not forty."""
     size, count = 1 << 20, 40

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx
@@ -145,8 +146,6 @@ _FLOATS: Final = frozenset(
 
 
 def _numpy_dtype(spec: TensorSpec) -> np.dtype[Any]:
-    import ml_dtypes  # registers bfloat16 with numpy
-
     return np.dtype(ml_dtypes.bfloat16) if spec.dtype == "bfloat16" else np.dtype(spec.dtype)
 
 

@@ -59,6 +59,7 @@ class _Step:
     node: ir.Node
     kernel: Kernel
     reads: tuple[ir.Value | None, ...]
+    writes: tuple[ir.Value, ...]
     call: Call
     groups: tuple[tuple[tuple[int, ...], bool], ...]
     """Operands of one type: their indices, and whether only the float types among them must agree."""
@@ -145,10 +146,10 @@ class StrictEvaluator:
 
     def _run_step(self, step: _Step, values: dict[ir.Value, Tensor], workers: Workers) -> None:
         results = _compute(step, self._operands(step, values), workers)
-        values.update(zip(step.node.outputs, results, strict=False))
+        values.update(zip(step.writes, results, strict=False))
 
     def _run_core(self, core: _Core, values: dict[ir.Value, Tensor], workers: Workers) -> None:
-        inner = {step.node.outputs[0] for step in core.steps}
+        inner = {step.writes[0] for step in core.steps}
         operands = [
             [None if value is None or value in inner else self._read(value, values) for value in step.reads]
             for step in core.steps
@@ -186,7 +187,7 @@ class StrictEvaluator:
                 for start in range(0, rows, height)
             ),
         )
-        values[core.steps[-1].node.outputs[0]] = Tensor(out, results[0])
+        values[core.steps[-1].writes[0]] = Tensor(out, results[0])
 
 
 def load(path: Path) -> ir.Model:
@@ -236,7 +237,7 @@ def _compute(step: _Step, operands: Sequence[Tensor | None], workers: Workers) -
             f"cannot be evaluated with operands of shapes {shapes}: {error}", where=_where(step.node)
         ) from error
     listed = results if isinstance(results, tuple) else (results,)
-    for value, result in zip(step.node.outputs, listed, strict=False):
+    for value, result in zip(step.writes, listed, strict=False):
         if value.dtype is not None and value.dtype != result.dtype:
             raise ConversionError(
                 f"its output {value.name!r} is declared {_named(value.dtype)} but is {_named(result.dtype)}",
@@ -322,6 +323,8 @@ def _step(node: ir.Node, opsets: Mapping[str, int]) -> _Step:
         name: attribute.value for name, attribute in node.attributes.items() if not attribute.is_ref()
     }
     reads: tuple[ir.Value | None, ...] = tuple(node.inputs)
+    named = [n for n, value in enumerate(node.outputs) if value.name]
+    writes = tuple(node.outputs[: named[-1] + 1]) if named else ()
     kernel = KERNELS.get(node.op_type) if domain == "" else None
     if kernel is None:
         # Each value once, and those that only the node's subgraphs read.
@@ -331,9 +334,9 @@ def _step(node: ir.Node, opsets: Mapping[str, int]) -> _Step:
             (tuple(captured.index(value) for n in indices if (value := node.inputs[n]) is not None), only)
             for indices, only in groups
         ]
-        reads = captured
-    call = Call(node.op_type, version, attributes, len(node.outputs), INLINE)
-    return _Step(node, kernel, reads, call, tuple(groups))
+        reads, writes = captured, tuple(node.outputs[n] for n in named)
+    call = Call(node.op_type, version, attributes, len(writes), INLINE)
+    return _Step(node, kernel, reads, writes, call, tuple(groups))
 
 
 def _result_types(
@@ -455,7 +458,7 @@ def _drops(stages: Sequence[_Stage], outputs: set[ir.Value]) -> tuple[tuple[ir.V
     for number, stage in enumerate(stages):
         steps = stage.steps if isinstance(stage, _Core) else (stage,)
         for step in steps:
-            for value in (*step.reads, *step.node.outputs):
+            for value in (*step.reads, *step.writes):
                 if value is not None and value not in outputs:
                     last[value] = number
     drops: list[list[ir.Value]] = [[] for _ in stages]
