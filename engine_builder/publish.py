@@ -100,8 +100,12 @@ def _staged(engine: Path, final: Path) -> Path:
     except OSError as error:
         if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EACCES):
             raise
-        with engine.open("rb") as source, staged.open("wb") as target:
-            shutil.copyfileobj(source, target, 16 << 20)
-            target.flush()
-            os.fsync(target.fileno())
+        try:
+            with engine.open("rb") as source, staged.open("wb") as target:
+                shutil.copyfileobj(source, target, 16 << 20)
+                target.flush()
+                os.fsync(target.fileno())
+        except BaseException:
+            staged.unlink(missing_ok=True)
+            raise
     return staged
