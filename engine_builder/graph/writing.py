@@ -28,6 +28,7 @@ def save_model(model: ir.Model, path: Path) -> tuple[Path, ...]:
     total = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     sidecar = path.with_name(path.name + ".data")
     try:
+        _hold_small(model, None if total < INLINE_LIMIT else _SIDECAR_MINIMUM)
         with replacing_together(path, sidecar) as folder:
             if total < INLINE_LIMIT:
                 ir.save(model, folder / path.name)
@@ -45,3 +46,12 @@ def save_model(model: ir.Model, path: Path) -> tuple[Path, ...]:
         if error.errno in UNWRITABLE:
             raise disk_error(error, path, total) from error
         raise
+
+
+def _hold_small(model: ir.Model, below: int | None) -> None:
+    """Reads constants that stay in the model file (all of them if ``below`` is None, else those of
+    fewer bytes): a lazy one refers to a range of the source file, which the new file must not."""
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor) and (below is None or tensor.nbytes < below):
+            value.const_value = ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)
