@@ -30,7 +30,7 @@ from engine_builder.graph.shapes import ShapeOracle
 from engine_builder.graph.structures import Linear, Structures
 from engine_builder.graph.weights import ConversionLedger, TensorLoss
 from engine_builder.graph.writing import save_model
-from engine_builder.precision.islands import fp32_nodes
+from engine_builder.precision.islands import fp32_nodes, mask_constants
 from engine_builder.precision.options import ConversionOptions
 from engine_builder.quantize.selection import Selection, select_linears
 
@@ -153,7 +153,13 @@ def retype(
     if options.trunk != "fp32":
         keep = [node for node in fp32_nodes(model.graph, structures, options) if node.graph is not None]
         keep.extend(bake.reads)
-        assign = AssignTypesPass(options.trunk_type, keep, ledger, clip=options.clip_overflow)
+        assign = AssignTypesPass(
+            options.trunk_type,
+            keep,
+            ledger,
+            clip=options.clip_overflow,
+            fills=mask_constants(structures),
+        )
         _run(model, [assign], applied)
         forced = assign.forced
     if selection is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from engine_builder.graph.reading import constant, is_float, is_op, producer, readers
+from engine_builder.graph.reading import constant, is_float, is_op, origin, producer, readers
 from engine_builder.graph.structures import Structures
 from engine_builder.precision.options import ConversionOptions
 
@@ -114,3 +114,18 @@ def _modulation(value: ir.Value) -> list[ir.Node]:
         if node.op_type == "Mul":
             nodes.extend(_modulation(node.outputs[0]))
     return nodes
+
+
+def mask_constants(structures: Structures) -> list[ir.Value]:
+    """The constants that the masks of attention cores are made of."""
+    found: dict[int, ir.Value] = {}
+    for core in structures.attention:
+        pending = [core.mask] if core.mask is not None else []
+        while pending:
+            value = origin(pending.pop())
+            node = value.producer()
+            if value.const_value is not None:
+                found[id(value)] = value
+            elif is_op(node, *_MOVES, "Expand", "Where", "Add") and node is not None:
+                pending.extend(v for v in node.inputs if v is not None and is_float(v))
+    return list(found.values())

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import ClassVar
 
+import numpy as np
 import onnx_ir as ir
 
 from engine_builder.errors import ConversionError
 from engine_builder.graph.naming import Names
 from engine_builder.graph.operator_types import is_pinned, output_is_pinned, supports
 from engine_builder.graph.reading import is_float, is_op
-from engine_builder.graph.weights import ConversionLedger, ConvertedTensor
+from engine_builder.graph.weights import NUMPY_TYPE, ConversionLedger, ConvertedTensor, StreamedTensor, stream
 
 FLOAT = ir.DataType.FLOAT
 SHORT = {ir.DataType.FLOAT16: "fp16", ir.DataType.BFLOAT16: "bf16", FLOAT: "fp32"}
@@ -23,6 +24,14 @@ _ALWAYS_FP32 = (
     "Range", "Constant", "ConstantOfShape", "EyeLike", "RandomNormal", "RandomNormalLike", "RandomUniform",
     "RandomUniformLike", "Multinomial", "Bernoulli", "If", "Loop", "Scan",
 )  # fmt: skip
+# Operators for which a scalar beyond the trunk's range is a bound or a fill, such as the lowest float
+# where attention is masked: the lowest value of the trunk does the same.  In any other operator it is
+# a number to compute with, and the operator stays fp32.
+_FILLING = (
+    "Add", "Clip", "Concat", "Equal", "Expand", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max",
+    "Min", "Pad", "Reshape", "ScatterElements", "ScatterND", "Squeeze", "Sub", "Tile", "Unsqueeze", "Where",
+)  # fmt: skip
+_LARGEST = {ir.DataType.FLOAT16: 65504.0, ir.DataType.BFLOAT16: float(2**128 - 2**120)}
 
 
 class AssignTypesPass(ir.passes.InPlacePass):
@@ -38,6 +47,8 @@ class AssignTypesPass(ir.passes.InPlacePass):
         fp32_nodes: Nodes that compute in fp32, by identity.
         ledger: Receives what the conversion of each constant did, when the model is written.
         clip: Whether constants beyond the type's range are clipped instead of becoming infinite.
+        fills: Constants that are masks: whatever in them is beyond the type's range becomes its largest
+            value, and infinities stay.
     """
 
     version: ClassVar[int] = 2
@@ -49,8 +60,10 @@ class AssignTypesPass(ir.passes.InPlacePass):
         ledger: ConversionLedger,
         *,
         clip: bool = False,
+        fills: Collection[ir.Value] = (),
     ) -> None:
         super().__init__()
+        self._fills = {id(value) for value in fills}
         self._trunk = trunk
         self._fp32 = {id(node) for node in fp32_nodes}
         self._ledger = ledger
@@ -80,6 +93,7 @@ class AssignTypesPass(ir.passes.InPlacePass):
         graph = model.graph
         self._opset = graph.opset_imports.get("", 17)
         top_level = list(graph)
+        self._sort_fills(graph)
         before = {id(v): v.dtype for node in top_level for v in node.outputs}
         for node in top_level:
             label = self._label(node)
@@ -145,6 +159,17 @@ class AssignTypesPass(ir.passes.InPlacePass):
                 graph.outputs[position] = restored[id(value)]
         return ir.passes.PassResult(model, True)
 
+    def _sort_fills(self, graph: ir.Graph) -> None:
+        """Tells the scalars beyond the trunk's range that fill from those that are computed with."""
+        limit = _LARGEST[self._trunk]
+        for value in graph.initializers.values():
+            if value.dtype != FLOAT or value.const_value is None or value.const_value.size != 1:
+                continue
+            if not abs(float(np.asarray(value.const_value.numpy()).reshape(-1)[0])) > limit:
+                continue
+            self._fills.add(id(value))
+            self._fp32.update(id(node) for node, _ in value.uses() if not is_op(node, *_FILLING))
+
     def _label(self, node: ir.Node) -> ir.DataType:
         if id(node) in self._fp32 or is_op(node, *_ALWAYS_FP32) or self._is_forced(node):
             return FLOAT
@@ -170,17 +195,30 @@ class AssignTypesPass(ir.passes.InPlacePass):
     ) -> ir.Value:
         if tensor is None:
             raise ConversionError(f"the constant {value.name} has no value")
-        if not shared and not value.is_graph_input():
-            value.const_value = ConvertedTensor(
-                tensor, value.name or "", dtype, self._ledger, clip=self._clip
-            )
+        in_place = not shared and not value.is_graph_input()
+        name = value.name or "" if in_place else names.fresh(f"{value.name}__{SHORT[dtype]}")
+        converted: StreamedTensor
+        if id(value) in self._fills:
+            converted = _SaturatedTensor(tensor, name, dtype)
+        else:
+            converted = ConvertedTensor(tensor, name, dtype, self._ledger, clip=self._clip)
+        if in_place:
+            value.const_value = converted
             value.type = ir.TensorType(dtype)
             return value
-        name = names.fresh(f"{value.name}__{SHORT[dtype]}")
-        converted = ConvertedTensor(tensor, name, dtype, self._ledger, clip=self._clip)
         copy = ir.Value(name=name, type=ir.TensorType(dtype), shape=value.shape, const_value=converted)
         graph.register_initializer(copy)
         return copy
+
+
+class _SaturatedTensor(StreamedTensor):
+    """A mask in the trunk type: finite values stay finite, infinities infinite."""
+
+    def chunks(self) -> Iterator[np.ndarray]:
+        limit = _LARGEST[self.dtype]
+        for block in stream(self._source):
+            finite = np.clip(block, -limit, limit)
+            yield np.where(np.isfinite(block), finite, block).astype(NUMPY_TYPE[self.dtype])
 
 
 def _operands(node: ir.Node) -> list[tuple[ir.Node, int, ir.Value]]:
