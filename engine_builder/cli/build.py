@@ -30,6 +30,9 @@ def build(
         Optional[Path],  # noqa: UP045
         typer.Option("--timing-cache", help="Timing cache in place of the recipe's build.timing_cache."),
     ] = None,
+    lock_wait: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for another build in the same folders.")
+    ] = 600.0,
     cache: CacheDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
     debug: Debug = False,
@@ -49,6 +52,7 @@ def build(
         cache or default_cache(),
         screen.watch,
         SESSION.cancel,
+        lock_seconds=lock_wait,
         image=None if image is None else image.to_manifest(),
     )
     asked = for_targets(
