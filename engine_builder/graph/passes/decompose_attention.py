@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from engine_builder.errors import ConversionError
+from engine_builder.graph.naming import Names
 from engine_builder.graph.reading import attribute_int, is_op
 
 
@@ -23,12 +24,13 @@ class DecomposeAttentionPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         targets = [node for node in model.graph.all_nodes() if is_op(node, "Attention")]
+        names = Names(model.graph)
         for node in targets:
-            _decompose(node)
+            _decompose(node, names)
         return ir.passes.PassResult(model, bool(targets))
 
 
-def _decompose(node: ir.Node) -> None:
+def _decompose(node: ir.Node, names: Names) -> None:
     graph = node.graph
     if graph is None:
         raise ConversionError("an Attention operator belongs to no graph", where=node.name)
@@ -38,7 +40,7 @@ def _decompose(node: ir.Node) -> None:
         what
         for what, present in (
             ("past keys or values", any(i is not None for i in node.inputs[4:])),
-            ("present or score outputs", any(o.uses() for o in node.outputs[1:])),
+            ("present or score outputs", any(o.uses() or o.is_graph_output() for o in node.outputs[1:])),
             ("a causal mask", attribute_int(node, "is_causal", 0) != 0),
             ("softcap", "softcap" in node.attributes and node.attributes["softcap"].as_float() != 0.0),
             ("packed heads", attribute_int(node, "q_num_heads", 0) != 0),
@@ -47,9 +49,13 @@ def _decompose(node: ir.Node) -> None:
     ]
     if q is None or k is None or v is None:
         refused.append("a missing operand")
+    elif any(i.shape is not None and len(i.shape) != 4 for i in (q, k, v)):
+        refused.append("packed heads")
+    elif (heads := _heads(q)) and (shared := _heads(k)) and heads != shared:
+        refused.append(f"{heads} query heads over {shared} key heads")
     if refused:
         raise ConversionError(
-            f"Attention with {', '.join(refused)} cannot be decomposed",
+            f"Attention with {' and '.join(dict.fromkeys(refused))} cannot be decomposed",
             where=f"node {node.name}",
             hint="export the model with scaled dot-product attention over separate heads",
         )
@@ -63,19 +69,20 @@ def _decompose(node: ir.Node) -> None:
     scale = (
         node.attributes["scale"].as_float() if "scale" in node.attributes else 1.0 / math.sqrt(q.shape[-1])
     )
-    factor = _initializer(graph, f"{name}.scale", np.asarray([math.sqrt(scale)], np.float32))
+    factor = _initializer(graph, names.fresh(f"{name}.scale"), np.asarray([math.sqrt(scale)], np.float32))
     rank = len(q.shape)
     built: list[ir.Node] = []
 
     def add(
         op: str, inputs: list[ir.Value], suffix: str, shape: ir.Shape | None, **attributes: object
     ) -> ir.Value:
+        own = names.fresh(f"{name}.{suffix}")
         made = ir.node(
             op,
             inputs,
             attributes=attributes,  # type: ignore[arg-type]
-            outputs=[ir.Value(name=f"{name}.{suffix}", type=ir.TensorType(_float(output)), shape=shape)],
-            name=f"{name}.{suffix}",
+            outputs=[ir.Value(name=own, type=ir.TensorType(_float(output)), shape=shape)],
+            name=own,
         )
         built.append(made)
         return made.outputs[0]
@@ -89,10 +96,10 @@ def _decompose(node: ir.Node) -> None:
     scores = add("MatMul", [scaled_q, scaled_k], "qk", scores_shape)
     if mask is not None:
         if mask.dtype == ir.DataType.BOOL:
-            zero = _initializer(graph, f"{name}.keep", np.asarray(0.0, np.float32))
+            zero = _initializer(graph, names.fresh(f"{name}.keep"), np.asarray(0.0, np.float32))
             # The most negative finite value of fp16 and not -inf: a row without keys stays finite,
             # and the value survives the conversion to either half type.
-            lowest = _initializer(graph, f"{name}.drop", np.asarray(-65504.0, np.float32))
+            lowest = _initializer(graph, names.fresh(f"{name}.drop"), np.asarray(-65504.0, np.float32))
             mask = add("Where", [mask, zero, lowest], "mask", mask.shape)
         scores = add("Add", [scores, mask], "masked", scores_shape)
     weights = add("Softmax", [scores], "softmax", scores_shape, axis=-1)
@@ -100,6 +107,11 @@ def _decompose(node: ir.Node) -> None:
     built.append(last)
     graph.insert_before(node, built)
     ir.convenience.replace_nodes_and_values(graph, node, [node], [], [output], [last.outputs[0]])
+
+
+def _heads(value: ir.Value) -> int | None:
+    count = None if value.shape is None else value.shape[1]
+    return count if isinstance(count, int) else None
 
 
 def _float(value: ir.Value) -> ir.DataType:
