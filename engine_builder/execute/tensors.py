@@ -21,8 +21,7 @@ Shapes = Mapping[str, Shape]
 ALIGNMENT: Final = 256
 """Bytes to which tensors are aligned, as cudaMalloc aligns what it gives."""
 
-# Members of TensorRT's DataType.  INT4 and FP4 are packed, and no input or output here is either.
-_NUMPY: Final[Mapping[str, Any]] = {
+NUMPY_TYPES: Final[Mapping[str, Any]] = {
     "FLOAT": np.float32,
     "HALF": np.float16,
     "BF16": ml_dtypes.bfloat16,
@@ -33,6 +32,7 @@ _NUMPY: Final[Mapping[str, Any]] = {
     "UINT8": np.uint8,
     "BOOL": np.bool_,
 }
+"""By member of TensorRT's DataType; INT4 and FP4 are packed, and no input or output here is either."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ def numpy_type(member: str) -> np.dtype[Any]:
 
     Raises CompileError for one that numpy and ml_dtypes cannot hold.
     """
-    if member not in _NUMPY:
+    if member not in NUMPY_TYPES:
         raise CompileError(f"an input or output of the engine is {member}, which cannot be given to it")
-    dtype: np.dtype[Any] = np.dtype(_NUMPY[member])
+    dtype: np.dtype[Any] = np.dtype(NUMPY_TYPES[member])
     return dtype
 
 
