@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx_ir as ir
@@ -16,11 +17,12 @@ _SIDECAR_MINIMUM = 1024
 """Constants below this size, in bytes, stay in the graph even when there is a sidecar."""
 
 
-def save_model(model: ir.Model, path: Path) -> tuple[Path, ...]:
+def save_model(model: ir.Model, path: Path, *, accept: Callable[[], None] | None = None) -> tuple[Path, ...]:
     """Writes ``model`` to ``path``; returns the files written (the model, then its sidecar if any).
 
     The bytes depend on the model alone.  Both files appear under their names only when they are
-    complete; the sidecar comes first, so that a model never lacks it.
+    complete; the sidecar comes first, so that a model never lacks it.  ``accept`` is called when all
+    constants are written and before anything appears: what it raises leaves ``path`` as it was.
 
     Raises:
         ResourceError: The disk is full or the folder cannot be written to.
@@ -32,16 +34,18 @@ def save_model(model: ir.Model, path: Path) -> tuple[Path, ...]:
         with replacing_together(path, sidecar) as folder:
             if total < INLINE_LIMIT:
                 ir.save(model, folder / path.name)
-                return (path,)
-            ir.save(
-                model,
-                folder / path.name,
-                external_data=sidecar.name,
-                size_threshold_bytes=_SIDECAR_MINIMUM,
-                max_workers=writer_threads(),
-                max_in_flight_bytes=64 << 20,
-            )
-            return (path, sidecar)
+            else:
+                ir.save(
+                    model,
+                    folder / path.name,
+                    external_data=sidecar.name,
+                    size_threshold_bytes=_SIDECAR_MINIMUM,
+                    max_workers=writer_threads(),
+                    max_in_flight_bytes=64 << 20,
+                )
+            if accept is not None:
+                accept()
+        return (path,) if total < INLINE_LIMIT else (path, sidecar)
     except OSError as error:
         if error.errno in UNWRITABLE:
             raise disk_error(error, path, total) from error

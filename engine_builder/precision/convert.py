@@ -96,14 +96,13 @@ def convert(
     passes = list(retyped.passes)
     _run(model, [RemoveUnusedNodesPass()], passes)
     describe(model, options)
-    files = save_model(model, destination)
-    losses = retyped.ledger.losses()
-    _refuse_overflow(losses, options)
+    ledger = retyped.ledger
+    files = save_model(model, destination, accept=lambda: _refuse_overflow(ledger.losses(), options))
     return Conversion(
         files=files,
         structures=retyped.structures.to_json(),
         counts=retyped.structures.counts(),
-        losses=losses,
+        losses=ledger.losses(),
         tables=retyped.tables,
         passes=tuple(passes),
         forced_fp32=retyped.forced_fp32,
