@@ -11,9 +11,10 @@ import os
 import re
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,6 @@ class Cluster:
     root: Path
     documents: Sequence[Document]
     interfere: Interfere | None = None
-    _pods: int = field(default=0, init=False)
 
     def claim(self, name: str) -> Path:
         folder = self.root / "claims" / name
@@ -142,8 +142,9 @@ class Cluster:
                 return JobResult("Failed", "BackoffLimitExceeded", tuple(attempts))
 
     def _run_pod(self, job: Document, index: int | None, attempt: int) -> Attempt:
-        self._pods += 1
-        folder = self.root / "pods" / str(self._pods)
+        pods = self.root / "pods"
+        pods.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=pods))
         template = job["spec"]["template"]
         (container,) = template["spec"]["containers"]
         labels = {**template["metadata"]["labels"], "batch.kubernetes.io/job-name": job["metadata"]["name"]}
@@ -155,6 +156,7 @@ class Cluster:
             folder / "root",
             user=template["spec"]["securityContext"]["runAsUser"],
         )
+        folder.chmod(0o755)
         log = folder / "log"
         with log.open("wb") as output:
             process = subprocess.Popen(

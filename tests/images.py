@@ -64,7 +64,7 @@ def archive_layout(folder: Path, target: Path) -> Path:
 
 
 _DOCKER = """#!{python}
-# docker load, image inspect and run, for one image that stands for the builder on this machine.
+# docker save, load, image inspect and run, for one image that stands for the builder on this machine.
 import hashlib, json, os, pathlib, sys, tarfile
 sys.path.insert(0, {repository!r})
 store = pathlib.Path({store!r})
@@ -84,6 +84,12 @@ if command == ["load"]:
     [tag] = image["RepoTags"]
     store.write_text(json.dumps({{tag: "sha256:" + image["Config"][13:]}}))
     print("Loaded image:", tag)
+elif command[0] == "save":
+    from tests.images import archive_layout, write_layout
+    _, name, _, target = command
+    layout = pathlib.Path(str(store) + ".saved")
+    write_layout(layout, name=name)
+    archive_layout(layout, pathlib.Path(target))
 elif command[:2] == ["image", "inspect"]:
     held = json.loads(store.read_text()) if store.exists() else {{}}
     if command[-1] not in held:
@@ -106,6 +112,7 @@ elif command[0] == "run":
         if option == "-v":
             source, target, *mode = value.split(":")
             mounts = [m for m in mounts if m.target != target]
+            pathlib.Path(source).mkdir(parents=True, exist_ok=True)
             mounts.append(Mount(pathlib.Path(source).absolute(), target, read_only=mode == ["ro"]))
         elif option == "-e":
             name, _, text = value.partition("=")

@@ -30,6 +30,8 @@ from engine_builder.cli.app import app
 from engine_builder.errors import BuilderError, PlatformError, RecipeError, SourceModelError
 from engine_builder.fleet.container import place_recipes
 from tests.images import archive_layout, write_docker, write_layout
+from tests.namespaces import REPOSITORY, require_namespaces
+from tests.pages import checkout, run_blocks, shell_blocks
 
 RECIPE = """schema: sa3-builder/1
 model: {{name: tiny, onnx: ../models/{model}}}
@@ -707,3 +709,28 @@ def test_containerd_loads_the_image(made: Path, workshop: Path, tmp_path: Path) 
 )
 def test_names_as_kubernetes_knows_them(short: str, full: str) -> None:
     assert site.qualified(short) == full
+
+
+# --- the page of the closed site ----------------------------------------------------------------
+
+
+def test_the_commands_of_the_page_end_with_a_verified_engine(tmp_path: Path) -> None:
+    """Docker is a stand-in that runs the builder of this checkout without a network."""
+    require_namespaces()
+    page = REPOSITORY / "docs/airgap.md"
+    blocks = shell_blocks(page)
+    carry = next(n for n, block in enumerate(blocks) if block.startswith("python3 verify-bundle join"))
+    folder = checkout(tmp_path / "connected")
+    write_docker(tmp_path / "connected-tools")
+    run_blocks(blocks[:carry], folder, tmp_path / "connected-tools")
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    shutil.move(folder / "media", closed / "media")
+    shutil.copy(folder / "site-key.pub", closed)
+    shutil.copy(REPOSITORY / "engine_builder/airgap/verify_bundle.py", closed / "verify-bundle")
+    write_docker(tmp_path / "closed-tools")
+    printed = run_blocks(blocks[carry:], closed, tmp_path / "closed-tools")
+    assert "files as signed by SHA256:" in printed[1]
+    assert printed[-1] in page.read_text()
+    assert "1 verified" in printed[-1]
+    assert (closed / "out/sm_89/smoke/dit_fp16.trt").stat().st_size > 1_000_000

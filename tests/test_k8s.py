@@ -41,7 +41,9 @@ from engine_builder.fleet.storage import Storage, parse_storage
 from engine_builder.fleet.yaml_text import to_yaml
 from engine_builder.recipe import load_recipe
 from tests.cluster import Cluster, Pod, decide, expand
-from tests.namespaces import REPOSITORY, entrypoint, require_namespaces
+from tests.kubectl import write_kubectl
+from tests.namespaces import REPOSITORY, Mount, container_command, entrypoint, require_namespaces
+from tests.pages import checkout, run_blocks, shell_blocks
 
 Document = dict[str, Any]
 
@@ -670,8 +672,6 @@ def test_a_bad_recipe_of_a_long_list_fails_alone_and_a_lack_of_space_is_tried_ag
 
 def test_pods_have_no_network(tmp_path: Path) -> None:
     require_namespaces()
-    from tests.namespaces import Mount, container_command
-
     (tmp_path / "out").mkdir()
     script = (
         "import pathlib; lines = pathlib.Path('/proc/net/dev').read_text().splitlines()[2:];"
@@ -687,3 +687,26 @@ def test_pods_have_no_network(tmp_path: Path) -> None:
     )
     assert (tmp_path / "out/devices").read_text() == "lo"
     assert "Read-only file system" in result.stderr
+
+
+# --- the operator's page --------------------------------------------------------------------------
+
+
+def test_the_commands_of_the_page_end_with_a_verified_matrix(tmp_path: Path) -> None:
+    """The cluster is a stand-in whose pods are processes in namespaces."""
+    require_namespaces()
+    real = shutil.which("kubectl")
+    if real is None:
+        pytest.skip("kubectl, which has kustomize in it, is not installed")
+    page = REPOSITORY / "docs/kubernetes.md"
+    blocks = shell_blocks(page)
+    folder = checkout(tmp_path / "checkout")
+    (folder / "models").mkdir()
+    (folder / "models/own.onnx").write_bytes(b"a model")
+    write_kubectl(tmp_path / "tools", real)
+    printed = run_blocks([*blocks, "kubectl get jobs"], folder, tmp_path / "tools")
+    (collected,) = [text for text in printed if text.startswith("model ")]
+    assert collected in page.read_text()
+    assert (tmp_path / "tools/state/claims/sa3-models/own.onnx").read_bytes() == b"a model"
+    # Built again after its job was removed: everything came from the cache.
+    assert "sa3-smoke-fp16-sm-89 Complete cached: ['convert', 'fidelity', 'compile', 'verify']" in printed[-1]
