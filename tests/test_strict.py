@@ -87,12 +87,16 @@ def test_rounds_to_nearest_even(dtype: ir.DataType, value: float, expected: floa
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16, E4M3])
-def test_rounding_equals_the_library_on_any_bits(dtype: ir.DataType) -> None:
+@pytest.mark.parametrize("ordered", [True, False])
+def test_rounding_equals_the_library_on_any_bits(dtype: ir.DataType, ordered: bool) -> None:
+    """In order, each block has values of one magnitude; unordered, every block meets an overflow."""
     random = np.random.default_rng(0)
-    bits = random.integers(0, 2**32, 2_000_000, dtype=np.uint32).view(np.float32)
-    # Every exponent alone meets few ties and subnormals of E4M3; a second half lies around 1.
-    near = np.round(random.uniform(-600, 600, 500_000), 3).astype(np.float32)
-    values = np.concatenate([bits, near, near * np.float32(2**-14)])
+    bits = random.integers(0, 2**32, 1_000_000, dtype=np.uint32).view(np.float32)
+    # Ties, which arbitrary bits seldom are: few significant bits at every exponent.
+    ties = np.ldexp(random.integers(-8192, 8192, 500_000), random.integers(-150, 115, 500_000))
+    values = np.concatenate([bits, ties.astype(np.float32)])
+    if ordered:
+        values = values[np.argsort(np.abs(values))]
     with np.errstate(all="ignore"):
         expected = values.astype(LIBRARY[dtype]).astype(np.float32)
     np.testing.assert_array_equal(rounded(values, dtype), expected)
@@ -161,6 +165,64 @@ def test_each_tensor_is_rounded_to_its_type() -> None:
     y = evaluate(text, x=np.array([2048], np.float16), one=np.array([1], np.float16))
     assert y.dtype == np.float16
     assert y.item() == 2048
+
+
+HELD = {
+    "add": "(T[N,300] x) => (f) { y = Add(x, x) z = Mul(y, x) w = Add(z, x) f = Cast<to = 1>(w) }",
+    "attention": (
+        "(T[N,300] x) => (float[1,1,N,300] f) { a = Constant<value_ints = [0, 1]>() q = Unsqueeze(x, a)"
+        " y = Attention(q, q, q) f = Cast<to = 1>(y) }"
+    ),
+    "conv": (
+        "(T[N,300] x) => (f) { a = Constant<value_ints = [2]>() c = Unsqueeze(x, a) y = Conv(c, c)"
+        " f = Cast<to = 1>(y) }"
+    ),
+    "einsum": '(T[N,300] x) => (f) { y = Einsum<equation = "ij,kj->ik">(x, x) f = Cast<to = 1>(y) }',
+    "exp": "(T[N,300] x) => (float[N,300] f) { y = Exp(x) f = Cast<to = 1>(y) }",
+    "gelu": "(T[N,300] x) => (float[N,300] f) { y = Gelu(x) f = Cast<to = 1>(y) }",
+    "gemm": "(T[N,300] x) => (f) { y = Gemm<transB = 1>(x, x) f = Cast<to = 1>(y) }",
+    "matmul": "(T[N,300] x) => (f) { r = Transpose(x) y = MatMul(x, r) f = Cast<to = 1>(y) }",
+    "mean": "(T[N,300] x) => (float[1,1] f) { y = ReduceMean(x) f = Cast<to = 1>(y) }",
+    "norm": (
+        "(T[N,300] x) => (float[N,300] f) { i = Constant<value_int = 0>() g = Gather(x, i)"
+        " y = RMSNormalization(x, g) f = Cast<to = 1>(y) }"
+    ),
+    "softmax": "(T[N,300] x) => (float[N,300] f) { y = Softmax(x) f = Cast<to = 1>(y) }",
+}
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("rows", [3, 700])
+@pytest.mark.parametrize("name", HELD)
+def test_no_kernel_keeps_more_than_the_type_holds(name: str, rows: int, dtype: ir.DataType) -> None:
+    """Cast to fp32 right after, a result has values of its own type alone; and it is not all zero."""
+    model = model_of(HELD[name].replace("T[", f"{dtype.name.lower()}["), opset=23)
+    x = np.random.default_rng(2).standard_normal((rows, 300)).astype(dtype.numpy())
+    f = strict(model).run({"x": x})["f"]
+    assert f.dtype == np.float32
+    assert f.any()
+    np.testing.assert_array_equal(f, f.astype(dtype.numpy()).astype(np.float32))
+
+
+def test_attention_rounds_where_its_decomposition_does() -> None:
+    """The standard scales q and k by the root of the scale each; every step has the type of q."""
+    together = "(float16[1,2,40,8] q, float16[1,2,8,50] k, float16[1,2,50,8] v, float16[40,50] m) => (y)"
+    apart = model_of(
+        together
+        + "{ w = Constant<value_float = 0.59460354>() r = Cast<to = 10>(w) a = Mul(q, r) b = Mul(k, r)"
+        " s = MatMul(a, b) n = Add(s, m) p = Softmax(n) y = MatMul(p, v) }"
+    )
+    composite = model_of(
+        together + "{ t = Transpose<perm = [0, 1, 3, 2]>(k) y = Attention(q, t, v, m) }", opset=23
+    )
+    random = np.random.default_rng(5)
+    inputs = {
+        value.name: (
+            2 * random.standard_normal([dim.dim_value for dim in value.type.tensor_type.shape.dim])
+        ).astype(np.float16)
+        for value in apart.graph.input
+    }
+    np.testing.assert_array_equal(strict(composite).run(inputs)["y"], strict(apart).run(inputs)["y"])
 
 
 @pytest.mark.parametrize(
