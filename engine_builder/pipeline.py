@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from engine_builder import __version__
 from engine_builder.cache import Cache, Entry, content_key
-from engine_builder.compile.backend import Backend, CompileRequest, build_options, load_backend
+from engine_builder.compile.backend import (
+    Backend,
+    CompileRequest,
+    build_files,
+    build_options,
+    load_backend,
+    load_options,
+)
 from engine_builder.durable import check_writable
 from engine_builder.errors import Interrupted, PlatformError, SourceModelError
 from engine_builder.events import Event, Listener, ignore
@@ -57,6 +64,7 @@ class Settings:
     cancel: threading.Event | None = None
     lock_seconds: float = 600.0
     image: Mapping[str, str] | None = None
+    allow_plugins: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,6 +141,7 @@ def build(recipe: Recipe, settings: Settings) -> tuple[Outcome, ...]:
     """
     backend = load_backend(recipe.target.backend)
     check_target(recipe, backend)
+    check_build_files(recipe, allow_plugins=settings.allow_plugins)
     cache = Cache(settings.cache)
     for sm in recipe.target.sm:
         check_writable(_paths(recipe, sm).engine.parent)
@@ -155,7 +164,7 @@ def check_target(recipe: Recipe, backend: Backend) -> None:
         PlatformError: The architecture or the TensorRT library is not to be had.
         RecipeError: The precision or a build option does not exist on this backend.
     """
-    for key, refused in backend.refused_options(recipe.build).items():
+    for key, refused in backend.refused_options(recipe.build, recipe.target.sm).items():
         raise recipe.error(("build", key), refused)
     for sm in recipe.target.sm:
         reason = backend.check_support(recipe.precision.recipe, sm)
@@ -167,6 +176,24 @@ def check_target(recipe: Recipe, backend: Backend) -> None:
             raise PlatformError(
                 error.message, where=recipe.error(("target", "sm"), "").where, hint=error.hint
             ) from error
+
+
+def check_build_files(recipe: Recipe, *, allow_plugins: bool) -> None:
+    """Refuses, before any work, plugins that the operator did not allow, and files that are missing.
+
+    Raises:
+        RecipeError: A recipe brings code along, which only the operator can let run.
+        PlatformError: A plugin library or a strict timing cache is not there.
+    """
+    if recipe.build.plugins and not allow_plugins:
+        raise recipe.error(
+            ("build", "plugins"),
+            "plugins are code that the build runs, and are not allowed here",
+            hint="--allow-plugins lets those that this recipe names run",
+        )
+    for path in build_files(recipe.build):
+        if not path.is_file():
+            raise PlatformError("no such file", where=str(path), hint="the recipe's build section names it")
 
 
 @dataclass(frozen=True)
@@ -556,6 +583,7 @@ def _one_engine(prepared: Prepared, sm: int, settings: Settings, cache: Cache) -
                 sm,
                 prepared.backend.name,
                 prepared.backend.version(),
+                [file_sha256(path) for path in build_files(recipe.build)],
             )
             plan = plan_stage(cache, "compile", ingredients, prepared.history, f"compile {scope}")
             engine = clock.run(
@@ -564,7 +592,8 @@ def _one_engine(prepared: Prepared, sm: int, settings: Settings, cache: Cache) -
                 lambda folder: _compile(prepared, sm, folder, clock),
                 needed=sum(file["bytes"] for file in prepared.conversion.facts["files"]),
             )
-        verdict = _verify(prepared, sm, engine, fidelity, paths, cache, clock)
+        execution = None if engine is None else _execute(prepared, sm, engine, cache, clock, scope)
+        verdict = _verify(prepared, sm, engine, fidelity, execution, paths, cache, clock)
         report = json.loads(verdict.file(REPORT).read_text())
         seconds = prepared.seconds + time.monotonic() - started
         rebuilt = False
@@ -595,14 +624,15 @@ def _threshold(recipe: Recipe) -> float:
 
 
 def _fidelity(prepared: Prepared) -> Mapping[str, Any] | None:
-    """The sweep's figures judged by the recipe's threshold, which is not part of the kept result."""
-    if prepared.fidelity is None:
-        return None
-    figures = dict(prepared.fidelity.facts)
-    threshold = _threshold(prepared.recipe)
-    figures["min_cosine"] = threshold
-    figures["passed"] = figures["worst_cosine"] >= threshold
-    return figures
+    """The sweep's figures, judged."""
+    return None if prepared.fidelity is None else _judged(prepared.fidelity.facts, prepared.recipe)
+
+
+def _judged(figures: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """A sweep's figures judged by the recipe's threshold, which is not part of the kept result."""
+    threshold = _threshold(recipe)
+    passed = figures["worst_cosine"] >= threshold
+    return {**figures, "min_cosine": threshold, "passed": passed}
 
 
 def _compile(prepared: Prepared, sm: int, folder: Path, clock: _Clock) -> Mapping[str, Any]:
@@ -635,11 +665,51 @@ def _compile(prepared: Prepared, sm: int, folder: Path, clock: _Clock) -> Mappin
     }
 
 
+def _execute(
+    prepared: Prepared, sm: int, engine: Entry, cache: Cache, clock: _Clock, scope: str
+) -> Mapping[str, Any]:
+    """What running the engine showed, or under ``skipped`` why it was not run."""
+    from engine_builder.execute.stage import EXECUTE_VERSION, EngineRun, run_engine, why_not
+
+    recipe, sweep = prepared.recipe, prepared.recipe.verify.fidelity
+    reason = why_not(prepared.backend, sm)
+    if reason is not None:
+        return {"skipped": reason}
+    asked = EngineRun(
+        engine=engine.file(ENGINE),
+        load=load_options(recipe.build, prepared.converted),
+        source=prepared.source.path,
+        inputs=prepared.source.inputs,
+        profiles=prepared.profiles,
+        sweep=sweep,
+        lengths=recipe.fidelity_lengths(),
+    )
+    ingredients = {
+        "engine": engine.facts["sha256"],
+        "fidelity": None if prepared.fidelity is None else prepared.fidelity.key,
+        "execution": EXECUTE_VERSION,
+    }
+    plan = plan_stage(cache, "execute", ingredients, prepared.history, f"execute {scope}")
+
+    def run(folder: Path) -> Mapping[str, Any]:
+        def progress(text: str) -> None:
+            clock.check_cancelled()
+            clock.progress("execute", text)
+
+        return run_engine(prepared.backend, asked, folder, cancel=clock.cancel, progress=progress)
+
+    facts = dict(clock.run(plan, cache, run).facts)
+    if facts["fidelity"] is not None:
+        facts["fidelity"] = _judged(facts["fidelity"], recipe)
+    return facts
+
+
 def _verify(
     prepared: Prepared,
     sm: int,
     engine: Entry | None,
     fidelity: Mapping[str, Any] | None,
+    execution: Mapping[str, Any] | None,
     paths: OutputPaths,
     cache: Cache,
     clock: _Clock,
@@ -651,6 +721,7 @@ def _verify(
         "conversion": prepared.conversion.key,
         "engine": None if engine is None else engine.facts["sha256"],
         "fidelity": fidelity,
+        "execution": execution,
         "expect": json.loads(recipe.canonical("verify")).get("expect"),
         "profiles": [[*p.shapes] for p in prepared.profiles],
         "label": label,
@@ -676,6 +747,7 @@ def _verify(
             layer_table=None if engine is None else engine.file(LAYERS).read_text(),
             fidelity=fidelity,
             conversion=prepared.conversion.facts,
+            execution=execution,
         )
         (folder / REPORT).write_text(report.to_json())
         return {"verdict": report.verdict}

@@ -72,11 +72,18 @@ def fidelity_ingredients(
 
 
 def compile_ingredients(
-    recipe: Recipe, conversion_key: str, profiles: Sequence[Profile], sm: int, backend: str, version: str
+    recipe: Recipe,
+    conversion_key: str,
+    profiles: Sequence[Profile],
+    sm: int,
+    backend: str,
+    version: str,
+    files: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """What an engine depends on."""
+    """What an engine depends on; ``files`` are the hashes of what its build reads beside the model."""
     build = json.loads(recipe.canonical("build"))
     return {
+        **({"files": list(files)} if files else {}),
         "conversion": conversion_key,
         "profiles": profile_ingredients(profiles),
         "sm": sm,

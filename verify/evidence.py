@@ -55,6 +55,7 @@ def judge(
     profiles: Sequence[Profile] = (),
     expect: Expect | None = None,
     fidelity: Mapping[str, Any] | None = None,
+    engine_fidelity: Mapping[str, Any] | None = None,
     precision: Mapping[str, Any] | None = None,
     conversion: Mapping[str, Any] | None = None,
     information: Mapping[str, Any] | None = None,
@@ -68,7 +69,8 @@ def judge(
         inputs, outputs: Of the source graph, for the contract.
         profiles: Of the recipe.
         expect: Counts that the recipe asks for.
-        fidelity: The sweep against fp32.
+        fidelity: The sweep of the converted graph against fp32.
+        engine_fidelity: That of the engine itself, where it could be run.
         precision, conversion, information: Carried into the report as they are.
     """
     checks: list[Check] = []
@@ -98,7 +100,9 @@ def judge(
         if expect is not None:
             checks.extend(check_expectations(expect, counts))
     if fidelity is not None:
-        checks.append(_fidelity_check(fidelity))
+        checks.append(_fidelity_check("fidelity", fidelity))
+    if engine_fidelity is not None:
+        checks.append(_fidelity_check("engine_fidelity", engine_fidelity))
     verdict, reasons = verdict_of(checks)
     return VerifyReport(
         verdict=verdict,
@@ -124,7 +128,7 @@ def judge(
     )
 
 
-def _fidelity_check(report: Mapping[str, Any]) -> Check:
+def _fidelity_check(name: str, report: Mapping[str, Any]) -> Check:
     """The sweep's verdict point by point; a point without a finite cosine fails."""
     threshold = report["min_cosine"]
     failures = tuple(
@@ -141,7 +145,7 @@ def _fidelity_check(report: Mapping[str, Any]) -> Check:
     )
     total = len(report["points"])
     status = Status.FAILED if failures else Status.PASSED
-    return Check("fidelity", status, total, total - len(failures), failures)
+    return Check(name, status, total, total - len(failures), failures)
 
 
 def judge_build(
@@ -160,11 +164,13 @@ def judge_build(
     fidelity: Mapping[str, Any] | None,
     conversion: Mapping[str, Any],
     sensitivity: Mapping[str, Any] | None = None,
+    execution: Mapping[str, Any] | None = None,
 ) -> VerifyReport:
     """The report on an engine that was just built, or on a conversion that did not pass the gate.
 
     ``engine`` holds what the compiler said of the engine (sha256, bytes, version, layer_source);
-    it and ``layer_table`` are None when nothing was compiled.
+    it and ``layer_table`` are None when nothing was compiled.  ``execution`` holds what running it
+    showed, or under ``skipped`` why it was not run.
     """
     evidence: EngineEvidence | None = None
     information: dict[str, Any] = {}
@@ -178,6 +184,8 @@ def judge_build(
             builder=BuilderEntry(backend=backend, version=engine["version"], sm=sm),
         )
         information["builder_warnings"] = engine["warnings"]
+    if execution is not None:
+        information["execution"] = dict(execution)
     return judge(
         label=label,
         engine=evidence,
@@ -187,6 +195,7 @@ def judge_build(
         profiles=profiles,
         expect=expect,
         fidelity=fidelity,
+        engine_fidelity=None if execution is None else execution.get("fidelity"),
         precision=options.canonical(),
         conversion={**conversion, "sensitivity": sensitivity},
         information=information,

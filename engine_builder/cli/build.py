@@ -30,6 +30,9 @@ def build(
         Optional[Path],  # noqa: UP045
         typer.Option("--timing-cache", help="Timing cache in place of the recipe's build.timing_cache."),
     ] = None,
+    allow_plugins: Annotated[
+        bool, typer.Option("--allow-plugins", help="Let the build run the plugins that the recipe names.")
+    ] = False,
     lock_wait: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for another build in the same folders.")
     ] = 600.0,
@@ -54,6 +57,7 @@ def build(
         SESSION.cancel,
         lock_seconds=lock_wait,
         image=None if image is None else image.to_manifest(),
+        allow_plugins=allow_plugins,
     )
     asked = for_targets(
         load_recipe(recipe),

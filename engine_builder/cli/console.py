@@ -35,6 +35,7 @@ _LABEL = {
     "calibrate": "calibrate",
     "fidelity": "fidelity",
     "compile": "compile",
+    "execute": "execute",
     "verify": "verify",
 }
 

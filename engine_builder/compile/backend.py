@@ -191,6 +191,15 @@ def build_options(build: Build, *, tf32: bool = False) -> BuildOptions:
     )
 
 
+def build_files(build: Build) -> tuple[Path, ...]:
+    """The files that decide what a build gives, beside the model: plugins, and a strict timing cache.
+
+    Another timing cache only saves time, and the build itself adds to it.
+    """
+    strict = (build.timing_cache,) if build.strict_timing_cache and build.timing_cache else ()
+    return (*build.plugins, *strict)
+
+
 def load_options(build: Build, converted: Path) -> LoadOptions:
     """How an engine that was built so has to be loaded; ``converted`` is the graph it was built from."""
     return LoadOptions(
