@@ -95,7 +95,7 @@ def convert(
     retyped = retype(model, options, lengths, scales or {})
     passes = list(retyped.passes)
     _run(model, [RemoveUnusedNodesPass()], passes)
-    describe(model, options)
+    describe(model, options, () if retyped.selection is None else retyped.selection.names)
     ledger = retyped.ledger
     files = save_model(model, destination, accept=lambda: _refuse_overflow(ledger.losses(), options))
     return Conversion(
@@ -218,10 +218,10 @@ def annotate(model: ir.Model) -> None:
     _run(model, [TopologicalSortPass(), InferTypesPass()], [])
 
 
-def describe(model: ir.Model, options: ConversionOptions) -> None:
-    """Marks the model as converted, so that the file alone says what it is."""
+def describe(model: ir.Model, options: ConversionOptions, fp8_linears: Sequence[str] = ()) -> None:
+    """Marks the model as converted, so that the file alone says what it is and what it promises."""
     model.producer_name = "sa3-builder"
-    model.metadata_props["sa3_builder.precision"] = options.recipe
+    model.metadata_props.update(description(options, fp8_linears))
 
 
 def _run(model: ir.Model, passes: Sequence[ir.passes.PassBase], applied: list[str]) -> None:
