@@ -30,6 +30,7 @@ from engine_builder.graph.shapes import ShapeOracle
 from engine_builder.graph.structures import Linear, Structures
 from engine_builder.graph.weights import ConversionLedger, TensorLoss
 from engine_builder.graph.writing import save_model
+from engine_builder.precision.description import DESCRIPTION_VERSION, description
 from engine_builder.precision.islands import fp32_nodes, mask_constants
 from engine_builder.precision.options import ConversionOptions
 from engine_builder.quantize.selection import Selection, select_linears

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from engine_builder.errors import SourceModelError
 from engine_builder.precision.options import ConversionOptions
@@ -54,14 +54,21 @@ def read_description(metadata: Mapping[str, str], where: str) -> Description | N
         linears: Any = json.loads(metadata.get(_LINEARS, "[]"))
         if not isinstance(linears, list) or not all(isinstance(name, str) for name in linears):
             raise ValueError(f"{_LINEARS} is no list of names")
-    except (ValidationError, ValueError) as error:
-        first = str(error).splitlines()[0]
-        raise SourceModelError(
-            f"its metadata {_OPTIONS} cannot be understood: {first}",
-            where=where,
-            hint="convert the model with this version",
-        ) from None
+    except ValidationError as error:
+        fault = error.errors()[0]
+        place = ".".join(str(part) for part in fault["loc"])
+        raise _unreadable(f"{place}: {fault['msg']}" if place else fault["msg"], where) from None
+    except ValueError as error:
+        raise _unreadable(str(error), where) from None
     return Description(options, tuple(linears))
 
 
-_OPTIONS_TYPE: Final = TypeAdapter(ConversionOptions)
+def _unreadable(reason: str, where: str) -> SourceModelError:
+    return SourceModelError(
+        f"its metadata of the conversion cannot be understood: {reason}",
+        where=where,
+        hint="convert the model again with this version",
+    )
+
+
+_OPTIONS_TYPE: Final = TypeAdapter(ConversionOptions, config=ConfigDict(extra="forbid"))
