@@ -194,7 +194,7 @@ def pass_versions() -> dict[str, int]:
             UpgradeOpsetPass,
         )
     }
-    return {**versions, "find_structures": FINDERS_VERSION}
+    return {**versions, "find_structures": FINDERS_VERSION, "describe": DESCRIPTION_VERSION}
 
 
 def normalizing_passes() -> list[ir.passes.PassBase]:

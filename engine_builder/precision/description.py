@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from engine_builder.errors import SourceModelError
 from engine_builder.precision.options import ConversionOptions
@@ -51,6 +51,10 @@ def read_description(metadata: Mapping[str, str], where: str) -> Description | N
         return None
     try:
         options = _OPTIONS_TYPE.validate_json(metadata[_OPTIONS])
+        # An option that is not known here may be one that changes what is promised.
+        unknown = set(json.loads(metadata[_OPTIONS])) - {field.name for field in fields(options)}
+        if unknown:
+            raise ValueError(f"the option {min(unknown)} is not known")
         linears: Any = json.loads(metadata.get(_LINEARS, "[]"))
         if not isinstance(linears, list) or not all(isinstance(name, str) for name in linears):
             raise ValueError(f"{_LINEARS} is no list of names")
@@ -71,4 +75,4 @@ def _unreadable(reason: str, where: str) -> SourceModelError:
     )
 
 
-_OPTIONS_TYPE: Final = TypeAdapter(ConversionOptions, config=ConfigDict(extra="forbid"))
+_OPTIONS_TYPE: Final = TypeAdapter(ConversionOptions)
