@@ -298,11 +298,11 @@ def test_pods_meet_the_restricted_security_standard(variety: Mapping[str, Sequen
 
 
 def test_jobs_end_by_themselves(write: Callable[..., Path]) -> None:
-    (job,) = jobs_of(rendered([write()], (89,), options(retries=2, deadline=600, keep=60)))
+    (job,) = jobs_of(rendered([write()], (89,), options(retries=2, deadline=600, keep=60, queue=100)))
     spec = job["spec"]
     assert (spec["backoffLimit"], spec["ttlSecondsAfterFinished"]) == (2, 60)
     assert pod_of(job)["activeDeadlineSeconds"] == 600
-    assert spec["activeDeadlineSeconds"] == 1800  # a first try and two more
+    assert spec["activeDeadlineSeconds"] == 1900  # a wait of 100, a first try and two more
 
 
 def test_builds_for_one_architecture_share_a_timing_cache(variety: Mapping[str, Sequence[Document]]) -> None:
@@ -399,8 +399,16 @@ def test_a_long_list_becomes_one_indexed_job_per_backend(write: Callable[..., Pa
     for item in volume["items"]:
         index = int(item["path"].removesuffix(".yaml"))
         assert config[item["key"]] == paths[index].read_text()
-    # 21 builds, 4 at once, are 6 rounds of 4 tries of 4 hours.
-    assert spec["activeDeadlineSeconds"] == 6 * 4 * 14400
+    # A day in the queue; 21 builds, 4 at once, are 6 rounds of 4 tries of 4 hours.
+    assert spec["activeDeadlineSeconds"] == 86400 + 6 * 4 * 14400
+
+
+def test_plugins_run_only_where_the_operator_allows_them(write: Callable[..., Path]) -> None:
+    recipe = write(backend="tensorrt", build="{plugins: [../models/p.so]}", model="onnx: ../models/m.onnx")
+    with pytest.raises(RecipeError, match=r"build\.plugins: plugin libraries run only .*--allow-plugins"):
+        rendered([recipe], (89,), options())
+    (job,) = jobs_of(rendered([recipe], (89,), options(allow_plugins=True)))
+    assert "--allow-plugins" in build_of(job)["args"]
 
 
 def test_names_are_dns_labels_and_distinct() -> None:

@@ -31,6 +31,7 @@ from engine_builder.durable import disk_error
 from engine_builder.errors import PlatformError, RecipeError, SourceModelError
 from engine_builder.fleet.container import MODELS, PlacedRecipe
 from engine_builder.manifest import manifest_schema
+from engine_builder.quantize.scales import scales_schema
 from engine_builder.recipe import recipe_schema
 from engine_builder.source import open_source
 from verify.report import verify_schema
@@ -41,6 +42,7 @@ SCHEMAS: Final[dict[str, Callable[[], dict[str, Any]]]] = {
     "recipe": recipe_schema,
     "manifest": manifest_schema,
     "verify": verify_schema,
+    "scales": scales_schema,
 }
 
 

@@ -41,6 +41,9 @@ def k8s(
     deadline: Annotated[
         int, typer.Option(min=60, help="Seconds after which one try of a build is stopped.")
     ] = 4 * 3600,
+    queue: Annotated[
+        int, typer.Option(min=0, help="Seconds that a job may wait for nodes, besides its tries.")
+    ] = 24 * 3600,
     keep: Annotated[int, typer.Option(min=0, help="Seconds after which a finished job is removed.")] = 7
     * 24
     * 3600,
@@ -62,6 +65,9 @@ def k8s(
         Optional[int],  # noqa: UP045
         typer.Option(min=1, help="Builds of an Indexed Job that run at once [default: all]."),
     ] = None,
+    allow_plugins: Annotated[
+        bool, typer.Option("--allow-plugins", help="Let the jobs run the plugins that recipes name.")
+    ] = False,
     debug: Debug = False,
     quiet: Quiet = False,
     log_format: LogFormat = "text",
@@ -82,12 +88,14 @@ def k8s(
         cache=parse_storage(cache, "--cache", scratch=True),
         retries=retries,
         deadline=deadline,
+        queue=queue,
         keep=keep,
         cpu=cpu,
         source_bytes=None if source_gb is None else int(source_gb * 1e9),
         runtime_class=runtime_class,
         indexed="always" if indexed == "always" else "never" if indexed == "never" else "auto",
         parallelism=parallelism,
+        allow_plugins=allow_plugins,
     )
     sms = architectures(sm)
     placed = place_recipes(recipes)

@@ -54,6 +54,7 @@ _TMP_GIB: Final = 2
 class FleetOptions:
     """What the Jobs have in common.  Times are in seconds; ``cpu`` is a Kubernetes quantity.
 
+    ``deadline`` is for one try of a build, ``queue`` for what a job may wait for nodes besides.
     ``source_bytes`` stands in for the size of every model that is not on this machine.
     """
 
@@ -63,12 +64,14 @@ class FleetOptions:
     cache: Storage
     retries: int = 3
     deadline: int = 4 * 3600
+    queue: int = 24 * 3600
     keep: int = 7 * 24 * 3600
     cpu: str = "2"
     source_bytes: int | None = None
     runtime_class: str | None = None
     indexed: Literal["auto", "always", "never"] = "auto"
     parallelism: int | None = None
+    allow_plugins: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,12 @@ def object_name(*parts: str) -> str:
 
 
 def _work(placed: PlacedRecipe, options: FleetOptions) -> _Work:
+    if placed.recipe.build.plugins and not options.allow_plugins:
+        raise placed.recipe.error(
+            ("build", "plugins"),
+            "plugin libraries run only where that is allowed",
+            hint="add --allow-plugins",
+        )
     known = source_size(placed.recipe)
     size = known if known is not None else options.source_bytes or LARGEST_KNOWN
     return _Work(placed, needs(placed.recipe, size))
@@ -210,7 +219,7 @@ def _single(work: _Work, options: FleetOptions) -> list[Document]:
     items = [(_file_key(path), path) for path in _files(work)]
     spec = {
         "backoffLimit": options.retries,
-        "activeDeadlineSeconds": options.deadline * (options.retries + 1),
+        "activeDeadlineSeconds": options.queue + options.deadline * (options.retries + 1),
         "ttlSecondsAfterFinished": options.keep,
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": pod_failure_policy(indexed=False),
@@ -242,7 +251,7 @@ def _indexed(work: Sequence[_Work], backend: str, options: FleetOptions) -> list
         "completions": len(work),
         "parallelism": at_once,
         "backoffLimitPerIndex": options.retries,
-        "activeDeadlineSeconds": options.deadline * (options.retries + 1) * rounds,
+        "activeDeadlineSeconds": options.queue + options.deadline * (options.retries + 1) * rounds,
         "ttlSecondsAfterFinished": options.keep,
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": pod_failure_policy(indexed=True),
@@ -318,6 +327,8 @@ def _config_map(name: str, work: Sequence[_Work], labels: Mapping[str, str]) -> 
 
 def _arguments(work: Sequence[_Work], recipe: str, options: FleetOptions) -> list[str]:
     arguments = ["build", recipe, "--sm", "$(TARGET_SM)", "--log-format", "json"]
+    if any(item.placed.recipe.build.plugins for item in work):
+        arguments.append("--allow-plugins")
     shares = options.cache.kind != "scratch" and work[0].backend == "tensorrt"
     if shares and all(item.placed.recipe.build.timing_cache is None for item in work):
         # Of one TensorRT version only, which the image decides.
