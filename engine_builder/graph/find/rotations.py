@@ -352,6 +352,11 @@ def _halves(
                 break
             if node is not None:
                 cutting[id(node)] = node
+    # Pairs are often made by a Reshape before the cut and undone by another behind the join.
+    paired = common.producer()
+    if paired is not None and is_op(paired, "Reshape") and paired.inputs[0] is not None:
+        cutting[id(paired)] = paired
+        common = origin(paired.inputs[0])
     stacked = any(is_op(node, "Reshape") for node in cutting.values())
     joined = _join(first.outputs[0], second.outputs[0], stacked=stacked)
     if joined is None:
