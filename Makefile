@@ -30,7 +30,7 @@ DEV_STAMP := $(VENV)/.dev-$(call key,requirements/rtx.txt requirements/dev.txt)
 CALIBRATE_STAMP := $(CALIBRATE_VENV)/.calibrate-$(call key,requirements/calibrate.txt requirements/torch*.txt)
 LOCK_STAMP := $(LOCK_VENV)/.lock-$(call key,requirements/lock.txt)
 
-.PHONY: help smoke test lint calibrate-env lock clean venv venv-dev python
+.PHONY: help smoke test lint bundle calibrate-env lock clean venv venv-dev python
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,12 @@ lint: $(DEV_STAMP)  ## Check style, formatting and types
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy --strict $(SOURCES)
+
+bundle: $(RUNTIME_STAMP)  ## Gather a signed bundle for a closed site (IMAGE=image.tar KEY=site-key OUT=sa3-bundle)
+	@test -n "$(IMAGE)" -a -n "$(KEY)" || { echo "make bundle IMAGE=image.tar KEY=site-key [OUT=sa3-bundle]" \
+		"[RECIPES='recipes/a.yaml ...'] [MODELS=1] [SBOM=sbom.cdx.json]; docs/airgap.md explains it" >&2; exit 2; }
+	$(VENV)/bin/python entrypoint.py bundle make $(or $(RECIPES),$(wildcard recipes/*.yaml)) --image $(IMAGE) \
+		--key $(KEY) --out $(or $(OUT),sa3-bundle) $(if $(MODELS),--models) $(if $(SBOM),--sbom $(SBOM))
 
 calibrate-env: $(CALIBRATE_STAMP)  ## Make .venv-calibrate, with ModelOpt and torch, for fp8 calibration
 
