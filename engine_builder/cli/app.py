@@ -11,8 +11,10 @@ from typer.core import TyperGroup
 from engine_builder.cli.build import build, convert
 from engine_builder.cli.bundle import bundle
 from engine_builder.cli.calibrate import calibrate
+from engine_builder.cli.doctor import doctor
 from engine_builder.cli.fleet import collect, k8s
 from engine_builder.cli.models import fidelity, sample, structures
+from engine_builder.cli.recipes import init, plan
 from engine_builder.cli.session import SESSION
 from engine_builder.cli.stopping import stop_on_signals
 from engine_builder.errors import BuilderError, Interrupted, ResourceError
@@ -40,7 +42,7 @@ app = typer.Typer(
 )
 
 
-for command in (build, calibrate, collect, convert, fidelity, k8s, sample, structures):
+for command in (build, calibrate, collect, convert, doctor, fidelity, init, k8s, plan, sample, structures):
     app.command()(command)
 app.add_typer(bundle, name="bundle")
 

@@ -1,0 +1,1 @@
+"""Says what a machine can build, and what keeps it from building a recipe."""
