@@ -169,8 +169,9 @@ class ShapeOracle:
             return [None] * len(node.outputs)
         rule = _RULES.get(op)
         if rule is not None:
-            operands = [self._known(v) for v in node.inputs]
-            return rule(node, shapes, operands)
+            found = rule(node, shapes, [self._known(v) for v in node.inputs])
+            if any(shape is not None for shape in found):
+                return found
         return self._infer_by_schema(node)
 
     def _infer_by_schema(self, node: ir.Node) -> Sequence[Shape | None]:
@@ -433,6 +434,8 @@ def _reduce(
     axes = _axes(node, operands)
     if axes is None and len(node.inputs) > 1 and node.inputs[1] is not None:
         return [None]
+    if not axes and attribute_int(node, "noop_with_empty_axes", 0):
+        return [x]
     reduced = {a % len(x) for a in axes} if axes else set(range(len(x)))
     if attribute_int(node, "keepdims", 1):
         return [tuple(1 if i in reduced else d for i, d in enumerate(x))]
