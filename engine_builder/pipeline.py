@@ -133,6 +133,11 @@ class _Clock:
             raise Interrupted("the build was stopped", hint="run the same command again to resume")
 
 
+def build_clock(settings: Settings) -> _Clock:
+    """A clock for a caller that runs no whole build."""
+    return _Clock(settings)
+
+
 def build(recipe: Recipe, settings: Settings) -> tuple[Outcome, ...]:
     """Builds and verifies every engine of ``recipe``, and publishes those that are proven.
 
@@ -144,7 +149,7 @@ def build(recipe: Recipe, settings: Settings) -> tuple[Outcome, ...]:
     check_build_files(recipe, allow_plugins=settings.allow_plugins)
     cache = Cache(settings.cache)
     for sm in recipe.target.sm:
-        check_writable(_paths(recipe, sm).engine.parent)
+        check_writable(engine_paths(recipe, sm).engine.parent)
     with hold(
         settings.cache,
         "cache",
@@ -320,7 +325,7 @@ def prepare(recipe: Recipe, backend: Backend, settings: Settings, cache: Cache) 
             {"seconds": time.monotonic() - started, "cached": False},
         )
     )
-    scope = str(_paths(recipe, recipe.target.sm[0]).engine.absolute())
+    scope = str(engine_paths(recipe, recipe.target.sm[0]).engine.absolute())
     opened, sensitivity = _reach_min_cosine(recipe, opened, cache, clock, history, scope)
     plan = plan_conversion(opened, cache, history, scope)
     conversion = clock.run(
@@ -373,6 +378,28 @@ def plan_fidelity(
     data = None if asked is None or asked.data is None else recorded_digest(asked.data)
     ingredients = fidelity_ingredients(recipe, opened.source.sha256, conversion_key, GATE_VERSION, data)
     return plan_stage(cache, "fidelity", ingredients, history, f"fidelity {scope}")
+
+
+def plan_compile(
+    recipe: Recipe,
+    opened: Opened,
+    conversion_key: str,
+    backend: Backend,
+    sm: int,
+    cache: Cache,
+    history: History,
+) -> StagePlan:
+    ingredients = compile_ingredients(
+        recipe,
+        conversion_key,
+        opened.profiles,
+        sm,
+        backend.name,
+        backend.version(),
+        [file_sha256(path) for path in build_files(recipe.build)],
+    )
+    scope = str(engine_paths(recipe, sm).engine.absolute())
+    return plan_stage(cache, "compile", ingredients, history, f"compile {scope}")
 
 
 def recorded_digest(folder: Path) -> str:
@@ -474,7 +501,7 @@ def source_path(recipe: Recipe, cache: Cache, clock: _Clock) -> Path:
     return entry.file("sample.onnx")
 
 
-def _paths(recipe: Recipe, sm: int) -> OutputPaths:
+def engine_paths(recipe: Recipe, sm: int) -> OutputPaths:
     output = recipe.output
     return output_paths(output.dir, sm, recipe.model.name, recipe.precision.recipe, output.name)
 
@@ -563,7 +590,7 @@ def _one_engine(prepared: Prepared, sm: int, settings: Settings, cache: Cache) -
     recipe = prepared.recipe
     clock = prepared.clock.branch()
     started = time.monotonic()
-    paths = _paths(recipe, sm)
+    paths = engine_paths(recipe, sm)
     scope = str(paths.engine.absolute())
     with hold(
         paths.engine.parent,
@@ -576,16 +603,15 @@ def _one_engine(prepared: Prepared, sm: int, settings: Settings, cache: Cache) -
         fidelity = _fidelity(prepared)
         engine: Entry | None = None
         if fidelity is None or fidelity["worst_cosine"] >= _threshold(recipe):
-            ingredients = compile_ingredients(
+            plan = plan_compile(
                 recipe,
+                prepared.opened,
                 prepared.conversion.key,
-                prepared.profiles,
+                prepared.backend,
                 sm,
-                prepared.backend.name,
-                prepared.backend.version(),
-                [file_sha256(path) for path in build_files(recipe.build)],
+                cache,
+                prepared.history,
             )
-            plan = plan_stage(cache, "compile", ingredients, prepared.history, f"compile {scope}")
             engine = clock.run(
                 plan,
                 cache,
