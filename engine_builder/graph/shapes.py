@@ -164,7 +164,10 @@ class ShapeOracle:
             return [first]
         if op in _BROADCAST:
             present = [s for s in shapes if s is not None]
-            return [np.broadcast_shapes(*present)] if len(present) == len(shapes) else [None]
+            try:
+                return [np.broadcast_shapes(*present)] if len(present) == len(shapes) else [None]
+            except ValueError:
+                return [None]  # the operands do not fit each other at these input shapes
         if first is None:
             return [None] * len(node.outputs)
         rule = _RULES.get(op)
