@@ -15,7 +15,7 @@ from engine_builder.errors import RecipeError
 from engine_builder.pipeline import Settings, build
 from engine_builder.recipe import load_recipe
 from engine_builder.recipe_writer import RecipeAnswers, dynamic_dimensions, is_dit, write_recipe_text
-from engine_builder.source import TensorSpec, open_source
+from engine_builder.source import TensorSpec
 from tests.conftest import REPOSITORY, TINY_MODELS
 from tests.recipes import write_recipe
 
