@@ -30,7 +30,7 @@ DEV_STAMP := $(VENV)/.dev-$(call key,requirements/rtx.txt requirements/dev.txt)
 CALIBRATE_STAMP := $(CALIBRATE_VENV)/.calibrate-$(call key,requirements/calibrate.txt requirements/torch*.txt)
 LOCK_STAMP := $(LOCK_VENV)/.lock-$(call key,requirements/lock.txt)
 
-.PHONY: help smoke test lint bundle calibrate-env lock clean venv venv-dev python
+.PHONY: help smoke test lint bundle kubernetes calibrate-env lock clean venv venv-dev python
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,11 +46,18 @@ lint: $(DEV_STAMP)  ## Check style, formatting and types
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy --strict $(SOURCES)
 
+# Templates are to be copied first, and fp8 needs the scales files that calibration writes.
+BUNDLED = recipes/smoke.yaml $(sort $(wildcard recipes/sa3-*_fp32.yaml recipes/sa3-*_fp16.yaml recipes/sa3-*_bf16.yaml))
+
 bundle: $(RUNTIME_STAMP)  ## Gather a signed bundle for a closed site (IMAGE=image.tar KEY=site-key OUT=sa3-bundle)
 	@test -n "$(IMAGE)" -a -n "$(KEY)" || { echo "make bundle IMAGE=image.tar KEY=site-key [OUT=sa3-bundle]" \
 		"[RECIPES='recipes/a.yaml ...'] [MODELS=1] [SBOM=sbom.cdx.json]; docs/airgap.md explains it" >&2; exit 2; }
-	$(VENV)/bin/python entrypoint.py bundle make $(or $(RECIPES),$(wildcard recipes/*.yaml)) --image $(IMAGE) \
+	$(VENV)/bin/python entrypoint.py bundle make $(or $(RECIPES),$(BUNDLED)) --image $(IMAGE) \
 		--key $(KEY) --out $(or $(OUT),sa3-bundle) $(if $(MODELS),--models) $(if $(SBOM),--sbom $(SBOM))
+
+kubernetes: $(RUNTIME_STAMP)  ## Write deploy/kubernetes anew from the recipes
+	$(VENV)/bin/python entrypoint.py k8s $(sort $(wildcard recipes/sa3-*_fp16.yaml recipes/sa3-*_bf16.yaml)) \
+		--sm 89,90,120 --image sa3-builder:0.1.0 --source-gb 5.8 --out deploy/kubernetes
 
 calibrate-env: $(CALIBRATE_STAMP)  ## Make .venv-calibrate, with ModelOpt and torch, for fp8 calibration
 

@@ -146,9 +146,18 @@ def test_manifests_satisfy_the_schemas_of_three_kubernetes_versions(
     variety: Mapping[str, Sequence[Document]], version: str
 ) -> None:
     kubernetes_validate = _kubernetes_validate()
-    for documents in variety.values():
+    committed = [
+        document
+        for path in (REPOSITORY / "deploy/kubernetes").rglob("*.yaml")
+        for document in yaml.safe_load_all(path.read_text())
+        if document["kind"] != "Kustomization"
+    ]
+    kinds = set()
+    for documents in (*variety.values(), committed):
         for document in documents:
             assert kubernetes_validate.validate(document, version, strict=True) == version
+            kinds.add(document["kind"])
+    assert kinds == {"ConfigMap", "Job", "NetworkPolicy", "PersistentVolumeClaim", "Pod"}
     broken = copy.deepcopy(jobs_of(variety["rtx"])[0])
     broken["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"] = ["2"]
     with pytest.raises(kubernetes_validate.ValidationError):
@@ -343,43 +352,54 @@ def test_a_model_on_this_machine_is_measured_with_its_sidecar(
     for path in model.parent.glob(f"{model.name}*"):
         shutil.copy(path, tmp_path / "models" / path.name)
     recipe = write(model=f"onnx: ../models/{model.name}")
-    (job,) = jobs_of(rendered([recipe], (89,), options(source_bytes=10**12)))
+    (job,) = jobs_of(rendered([recipe], (89,), options()))
     assert build_of(job)["resources"]["requests"]["memory"] == "3Gi"  # some megabytes on top of 2 GiB
 
 
+@pytest.mark.parametrize(
+    ("named", "place"), [("../scales/m.json", "/scales/m.json"), ("near/m.json", "/recipes/near/m.json")]
+)
 def test_the_recipe_and_its_scales_travel_in_the_config_map(
-    tmp_path: Path, write: Callable[..., Path]
+    write: Callable[..., Path], named: str, place: str
 ) -> None:
-    recipe = write(precision="{recipe: fp8, scales: scales/m.json}", model="onnx: ../models/m.onnx")
-    (tmp_path / "recipes/scales").mkdir()
-    (tmp_path / "recipes/scales/m.json").write_text('{"a": 1}\n')
+    recipe = write(precision=f"{{recipe: fp8, scales: {named}}}", model="onnx: ../models/m.onnx")
+    scales = recipe.parent / named
+    scales.parent.mkdir()
+    scales.write_text('{"a": 1}\n')
     documents = rendered([recipe], (89,), options())
-    (config,) = [d for d in documents if d["kind"] == "ConfigMap"]
-    (job,) = jobs_of(documents)
-    (volume,) = [v["configMap"] for v in pod_of(job)["volumes"] if "configMap" in v]
-    assert volume["name"] == config["metadata"]["name"]
-    files = {item["path"]: config["data"][item["key"]] for item in volume["items"]}
-    assert files == {"tiny.yaml": recipe.read_text(), "scales/m.json": '{"a": 1}\n'}
+    assert files_of(documents) == {"/recipes/tiny.yaml": recipe.read_text(), place: '{"a": 1}\n'}
 
-    (tmp_path / "recipes/scales/m.json").write_text('{"a": 2}\n')
+    (config,) = [d for d in documents if d["kind"] == "ConfigMap"]
+    scales.write_text('{"a": 2}\n')
     (changed,) = [d for d in rendered([recipe], (89,), options()) if d["kind"] == "ConfigMap"]
     assert changed["metadata"]["name"] != config["metadata"]["name"]
 
-    (tmp_path / "recipes/scales/m.json").write_text("x" * 1_100_000)
+    scales.write_text("x" * 1_100_000)
     with pytest.raises(RecipeError, match=r"tiny\.yaml:3: precision\.scales: .* more than a ConfigMap holds"):
         rendered([recipe], (89,), options())
+    scales.unlink()
+    with pytest.raises(RecipeError, match=r"tiny\.yaml:3: precision\.scales: .*No such file"):
+        rendered([recipe], (89,), options())
+
+
+def files_of(documents: Sequence[Document]) -> dict[str, str]:
+    """What the first Job's pod finds in the folders that come from ConfigMaps, by path."""
+    job = jobs_of(documents)[0]
+    folders = {mount["name"]: mount["mountPath"] for mount in build_of(job)["volumeMounts"]}
+    configs = {d["metadata"]["name"]: d["data"] for d in documents if d["kind"] == "ConfigMap"}
+    return {
+        f"{folders[volume['name']]}/{item['path']}": configs[volume["configMap"]["name"]][item["key"]]
+        for volume in pod_of(job)["volumes"]
+        if "configMap" in volume
+        for item in volume["configMap"]["items"]
+    }
 
 
 def test_a_recipe_of_any_text_arrives_byte_for_byte(tmp_path: Path) -> None:
     text = recipe_text().replace("\n", "\r\n") + "# ünïcode, a tab\t, trailing space \r\n#  \n"
     path = tmp_path / "odd name.yaml"
     path.write_bytes(text.encode())
-    documents = rendered([path], (89,), options())
-    (config,) = [d for d in documents if d["kind"] == "ConfigMap"]
-    (volume,) = [v["configMap"] for v in pod_of(jobs_of(documents)[0])["volumes"] if "configMap" in v]
-    (item,) = volume["items"]
-    assert item["path"] == "odd name.yaml"
-    assert config["data"][item["key"]] == text
+    assert files_of(rendered([path], (89,), options())) == {"/recipes/odd name.yaml": text}
 
 
 def test_a_long_list_becomes_one_indexed_job_per_backend(write: Callable[..., Path]) -> None:
@@ -394,11 +414,7 @@ def test_a_long_list_becomes_one_indexed_job_per_backend(write: Callable[..., Pa
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 21, 4)
     assert spec["backoffLimitPerIndex"] == 3
     assert "backoffLimit" not in spec
-    (config,) = [d["data"] for d in documents if d["kind"] == "ConfigMap"][:1]
-    (volume,) = [v["configMap"] for v in pod_of(jobs[0])["volumes"] if "configMap" in v]
-    for item in volume["items"]:
-        index = int(item["path"].removesuffix(".yaml"))
-        assert config[item["key"]] == paths[index].read_text()
+    assert files_of(documents) == {f"/recipes/{n}.yaml": path.read_text() for n, path in enumerate(paths)}
     # A day in the queue; 21 builds, 4 at once, are 6 rounds of 4 tries of 4 hours.
     assert spec["activeDeadlineSeconds"] == 86400 + 6 * 4 * 14400
 
@@ -424,6 +440,10 @@ def test_names_are_dns_labels_and_distinct() -> None:
         ({"out": "out"}, r"tiny\.yaml:10: output\.dir: is /recipes/out in the container, .* in /out"),
         ({"out": "/srv/out"}, r"output\.dir: is /srv/out in the container, .*write \.\./out"),
         ({"model": "onnx: m.onnx"}, r"model\.onnx: is /recipes/m\.onnx .*write \.\./models/m\.onnx"),
+        (
+            {"precision": "{recipe: fp8, scales: ../m.json}"},
+            r"scales: is /m\.json .* in /scales or /recipes or /models .*write \.\./scales/m\.json",
+        ),
         ({"model": "onnx: ../../data/m.onnx"}, r"model\.onnx: is /data/m\.onnx"),
         (
             {"build": "{timing_cache: t.cache}", "backend": "tensorrt"},

@@ -51,7 +51,7 @@ def k8s(
     source_gb: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(
-            min=0.001, help="Size of the models that are not on this machine, in GB [default: 5.8]."
+            min=0.001, help="Size of each model in GB [default: as measured, or 5.8 if not on this machine]."
         ),
     ] = None,
     runtime_class: Annotated[

@@ -1,7 +1,7 @@
 """Where a recipe and the files that it names lie inside the builder's container.
 
-The container has four places: ``/recipes`` and ``/models`` are read, ``/out`` and ``/cache`` are
-written.  A recipe names its files relative to its own folder, so that ``../models/m.onnx`` and
+The container has these places: ``/recipes``, ``/scales`` and ``/models`` are read, ``/out`` and
+``/cache`` are written.  A recipe names its files relative to its own folder, so that ``../models/m.onnx`` and
 ``../out`` mean the same in a checkout, in the container and in an air-gap bundle.
 """
 
@@ -18,6 +18,7 @@ from engine_builder.recipe import Recipe, load_recipe
 from engine_builder.recipe_yaml import KeyPath
 
 RECIPES: Final = PurePosixPath("/recipes")
+SCALES: Final = PurePosixPath("/scales")
 MODELS: Final = PurePosixPath("/models")
 OUT: Final = PurePosixPath("/out")
 CACHE: Final = PurePosixPath("/cache")
@@ -107,7 +108,7 @@ def _read(recipe: Recipe) -> Iterator[_Named]:
     if recipe.model.onnx is not None:
         yield ("model", "onnx"), recipe.model.onnx, (MODELS,)
     if recipe.precision.scales is not None:
-        yield ("precision", "scales"), recipe.precision.scales, (RECIPES, MODELS)
+        yield ("precision", "scales"), recipe.precision.scales, (SCALES, RECIPES, MODELS)
     if recipe.verify.fidelity is not None and recipe.verify.fidelity.data is not None:
         yield ("verify", "fidelity", "data"), recipe.verify.fidelity.data, (MODELS,)
     for index, plugin in enumerate(recipe.build.plugins):
@@ -127,10 +128,10 @@ def _check_place(
 ) -> PurePosixPath:
     if not any(path.is_relative_to(place) for place in places):
         wanted = " or ".join(map(str, places))
-        example = "" if places[0] == RECIPES else f"/{path.name}" if places[0] != OUT else ""
+        example = f"..{places[0]}" if places[0] == OUT else f"..{places[0]}/{path.name}"
         raise recipe.error(
             key,
             f"is {path} in the container, which looks for it in {wanted}",
-            hint=f"write ..{places[-1]}{example} and put the file there",
+            hint=f"write {example} and put the file there",
         )
     return path

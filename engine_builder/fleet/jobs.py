@@ -11,11 +11,12 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any, Final, Literal
 
 from engine_builder.compile.backend import load_backend
 from engine_builder.errors import PlatformError, RecipeError
-from engine_builder.fleet.container import CACHE, MODELS, OUT, RECIPES, PlacedRecipe
+from engine_builder.fleet.container import CACHE, MODELS, OUT, RECIPES, SCALES, PlacedRecipe
 from engine_builder.fleet.exit_policy import ADVICE, CONTAINER, pod_failure_policy
 from engine_builder.fleet.resources import LARGEST_KNOWN, Needs, largest, needs, source_size
 from engine_builder.fleet.storage import Storage
@@ -55,7 +56,7 @@ class FleetOptions:
     """What the Jobs have in common.  Times are in seconds; ``cpu`` is a Kubernetes quantity.
 
     ``deadline`` is for one try of a build, ``queue`` for what a job may wait for nodes besides.
-    ``source_bytes`` stands in for the size of every model that is not on this machine.
+    ``source_bytes`` is assumed of every model file instead of measuring it.
     """
 
     image: str
@@ -191,8 +192,8 @@ def _work(placed: PlacedRecipe, options: FleetOptions) -> _Work:
             "plugin libraries run only where that is allowed",
             hint="add --allow-plugins",
         )
-    known = source_size(placed.recipe)
-    size = known if known is not None else options.source_bytes or LARGEST_KNOWN
+    assumed = None if placed.recipe.model.sample is not None else options.source_bytes
+    size = assumed or source_size(placed.recipe) or LARGEST_KNOWN
     return _Work(placed, needs(placed.recipe, size))
 
 
@@ -216,7 +217,7 @@ def _single(work: _Work, options: FleetOptions) -> list[Document]:
     labels[MODEL_LABEL] = object_name(recipe.model.name)
     labels[PRECISION_LABEL] = recipe.precision.recipe
     config = _config_map(name, [work], labels)
-    items = [(_file_key(path), path) for path in _files(work)]
+    items = {path: _file_key(path) for path in _files(work)}
     spec = {
         "backoffLimit": options.retries,
         "activeDeadlineSeconds": options.queue + options.deadline * (options.retries + 1),
@@ -241,9 +242,9 @@ def _indexed(work: Sequence[_Work], backend: str, options: FleetOptions) -> list
     name = object_name("sa3-fleet", backend.replace("_", "-"))
     labels = _labels(backend)
     config = _config_map(name, work, labels)
-    items = [(_file_key(item.placed.path.name), f"{index}.yaml") for index, item in enumerate(work)]
-    companions = sorted({path for item in work for path in _files(item) if path != item.placed.path.name})
-    items += [(_file_key(path), path) for path in companions]
+    items = {RECIPES / f"{index}.yaml": _file_key(item.placed.path) for index, item in enumerate(work)}
+    companions = sorted({path for item in work for path in _files(item) if path != item.placed.path})
+    items.update({path: _file_key(path) for path in companions})
     at_once = options.parallelism or len(work)
     rounds = -(-len(work) // at_once)
     spec = {
@@ -281,24 +282,25 @@ def _job(name: str, labels: Mapping[str, str], spec: Mapping[str, Any], pod: Map
     }
 
 
-def _files(work: _Work) -> dict[str, str]:
-    """The recipe's text and that of the files it reads below its own folder, by path from there."""
+def _files(work: _Work) -> dict[PurePosixPath, str]:
+    """The text of the recipe and of the small files that it reads, by path in the container."""
     recipe = work.placed.recipe
-    texts = {work.placed.path.name: recipe.path.read_bytes().decode()}
+    texts = {work.placed.path: recipe.path.read_bytes().decode()}
     for file in work.placed.files:
-        if file.is_in(RECIPES):
+        if not file.is_in(MODELS):
             try:
-                texts[str(file.container.relative_to(RECIPES))] = file.file.read_bytes().decode()
+                texts[file.container] = file.file.read_bytes().decode()
             except (OSError, UnicodeDecodeError) as error:
                 reason = error.strerror if isinstance(error, OSError) else "is no text"
                 raise recipe.error(file.key, f"{file.file}: {reason}") from None
     return texts
 
 
-def _file_key(path: str) -> str:
+def _file_key(path: PurePosixPath) -> str:
     """The key of a file in a ConfigMap, which allows letters, digits, '-', '_' and '.'."""
-    key = re.sub(r"[^A-Za-z0-9._-]", "_", path)
-    return key if key == path else f"{key[:200]}.{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+    name = path.relative_to(RECIPES).as_posix() if path.is_relative_to(RECIPES) else path.as_posix()[1:]
+    key = re.sub(r"[^A-Za-z0-9._-]", "_", name)
+    return key if key == name else f"{key[:200]}.{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def _config_map(name: str, work: Sequence[_Work], labels: Mapping[str, str]) -> Document:
@@ -342,7 +344,7 @@ def _pod(
     need: Needs,
     arguments: Sequence[str],
     config: str,
-    items: Sequence[tuple[str, str]],
+    items: Mapping[PurePosixPath, str],
     options: FleetOptions,
     *,
     indexed: bool,
@@ -352,6 +354,17 @@ def _pod(
     limits = {"memory": f"{need.memory_limit}Gi", "ephemeral-storage": f"{scratch + 1}Gi"}
     if backend == "tensorrt":
         reserved[GPU] = limits[GPU] = "1"
+    texts = [
+        {"name": place.name, "configMap": {"name": config, "items": found}}
+        for place in (RECIPES, SCALES)
+        if (
+            found := [
+                {"key": key, "path": path.relative_to(place).as_posix()}
+                for path, key in items.items()
+                if path.is_relative_to(place)
+            ]
+        )
+    ]
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "activeDeadlineSeconds": options.deadline,
@@ -372,7 +385,7 @@ def _pod(
                 "terminationMessagePolicy": "FallbackToLogsOnError",
                 "securityContext": container_security(),
                 "volumeMounts": [
-                    {"name": "recipes", "mountPath": str(RECIPES), "readOnly": True},
+                    *({"name": v["name"], "mountPath": f"/{v['name']}", "readOnly": True} for v in texts),
                     {"name": "models", "mountPath": str(MODELS), "readOnly": True},
                     {"name": "out", "mountPath": str(OUT)},
                     {"name": "cache", "mountPath": str(CACHE)},
@@ -381,10 +394,7 @@ def _pod(
             }
         ],
         "volumes": [
-            {
-                "name": "recipes",
-                "configMap": {"name": config, "items": [{"key": key, "path": path} for key, path in items]},
-            },
+            *texts,
             options.models.volume("models", scratch_gib=0),
             options.outputs.volume("out", scratch_gib=0),
             options.cache.volume("cache", scratch_gib=need.scratch),
