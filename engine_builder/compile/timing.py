@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from engine_builder.compile.versions import member
-from engine_builder.durable import disk_error, write_durably
+from engine_builder.durable import write_durably
 from engine_builder.errors import BuilderError, CompileError, PlatformError
 from engine_builder.locks import hold
 
@@ -109,7 +109,7 @@ def keep_cache(config: trt.IBuilderConfig, loaded: LoadedCache, warn: Warn) -> N
             path = loaded.cache.path
             with hold(path.parent, path.name, wait=_LOCK_SECONDS):
                 _merge(config, after, path, warn)
-        except BuilderError as error:
+        except (BuilderError, OSError) as error:
             warn(f"the timing cache is not saved: {error}")
 
 
@@ -125,7 +125,4 @@ def _merge(config: trt.IBuilderConfig, after: bytes, path: Path, warn: Warn) -> 
         return
     content = bytes(merged.serialize())
     if content != data:
-        try:
-            write_durably(path, content)
-        except OSError as error:
-            raise disk_error(error, path) from error
+        write_durably(path, content)
