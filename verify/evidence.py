@@ -19,10 +19,18 @@ from engine_builder.source_graph import TensorSpec
 from verify.contract import check_contract, contract_json
 from verify.counts import LayerCounts, count_layers
 from verify.expectations import check_expectations
-from verify.identity import Check, Failure, Status, check_promises, check_provenance
+from verify.identity import (
+    Check,
+    Failure,
+    Status,
+    check_graph_promises,
+    check_promises,
+    check_provenance,
+)
 from verify.layers import EngineIO, LayerRecord
-from verify.promises import make_promises
+from verify.promises import float_casts, lasting_products, make_promises
 from verify.report import BuilderEntry, EngineEntry, VerifyReport, check_entry, legacy_keys, verdict_of
+from verify.rotary_tables import table_faults
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,9 @@ def judge(
     expect: Expect | None = None,
     fidelity: Mapping[str, Any] | None = None,
     engine_fidelity: Mapping[str, Any] | None = None,
+    source_counts: Mapping[str, int] | None = None,
+    tf32: bool = False,
+    further: Sequence[Check] = (),
     precision: Mapping[str, Any] | None = None,
     conversion: Mapping[str, Any] | None = None,
     information: Mapping[str, Any] | None = None,
@@ -71,6 +82,9 @@ def judge(
         expect: Counts that the recipe asks for.
         fidelity: The sweep of the converted graph against fp32.
         engine_fidelity: That of the engine itself, where it could be run.
+        source_counts: How many structures of each kind the source graph has.
+        tf32: Whether fp32 products may round their operands to TF32.
+        further: Checks that were made elsewhere.
         precision, conversion, information: Carried into the report as they are.
     """
     checks: list[Check] = []
@@ -82,17 +96,39 @@ def judge(
         found = find_structures(graph.model)
         structures = found.counts()
         trig = {n.name or "" for n in graph.model.graph if is_op(n, "Cos", "Sin")}
-        promises = make_promises(found, graph.options, graph.fp8_linears)
         rotations_fp32 = sum(
             all(v.dtype == ir.DataType.FLOAT for n in r.nodes for v in n.outputs) for r in found.rotary
         )
-        tabled = sum(1 for r in found.rotary if r.tables) if graph.options.rotary == "baked" else None
-        if engine is not None:
-            checks.extend(check_promises(promises, engine.layers, baked_tables=tabled))
-            names = [n.name or "" for n in graph.model.graph]
-            names += list(graph.model.graph.initializers)
-            weighty = [n.name or "" for n in graph.model.graph if is_op(n, "MatMul", "Gemm", "Conv")]
-            checks.append(check_provenance(names, weighty, engine.layers))
+        longest = _longest(profiles, () if engine is None else engine.io)
+        promises = make_promises(
+            graph.model.graph,
+            found,
+            graph.options,
+            graph.fp8_linears,
+            table_faults(graph.model, found.rotary, longest) if graph.options.rotary == "baked" else {},
+        )
+        if engine is None:
+            checks.extend(check_graph_promises(promises))
+        else:
+            checks.extend(
+                check_promises(
+                    promises,
+                    engine.layers,
+                    linears=[linear.name for linear in found.linears],
+                    casts=float_casts(graph.model.graph),
+                    tf32=tf32,
+                )
+            )
+            checks.append(
+                check_provenance(
+                    {n.name or "" for n in graph.model.graph.all_nodes()},
+                    set(graph.model.graph.initializers),
+                    lasting_products(graph.model.graph, found),
+                    engine.layers,
+                )
+            )
+        if source_counts is not None:
+            checks.append(_same_structures(source_counts, structures))
     if engine is not None:
         counts = count_layers(engine.layers, trig)
         if inputs is not None and outputs is not None:
@@ -103,6 +139,7 @@ def judge(
         checks.append(_fidelity_check("fidelity", fidelity))
     if engine_fidelity is not None:
         checks.append(_fidelity_check("engine_fidelity", engine_fidelity))
+    checks.extend(further)
     verdict, reasons = verdict_of(checks)
     return VerifyReport(
         verdict=verdict,
@@ -126,6 +163,35 @@ def judge(
         layer_types=None if counts is None else dict(counts.by_layer_type),
         information=dict(information or {}),
     )
+
+
+def _longest(profiles: Sequence[Profile], io: Sequence[EngineIO]) -> list[dict[str, tuple[int, ...]]]:
+    """The largest input shapes of each profile: the recipe's, or those that the engine lists."""
+    if profiles:
+        return [{name: shape.max for name, shape in profile.shapes.items()} for profile in profiles]
+    inputs = [i for i in io if i.mode == "input" and i.profiles]
+    count = max((len(i.profiles) for i in inputs), default=0)
+    return [{i.name: i.profiles[n].max for i in inputs if n < len(i.profiles)} for n in range(count)]
+
+
+def _same_structures(source: Mapping[str, int], converted: Mapping[str, int]) -> Check:
+    """That the converted graph has as many of each structure as the source: none was lost or split.
+
+    Rotary trigonometry is what baking removes, so it is not counted.
+    """
+    kinds = [kind for kind in converted if kind in source and kind != "rotary_trig_nodes"]
+    failures = tuple(
+        Failure(
+            kind,
+            f"the source graph has {source[kind]} {kind.replace('_', ' ')}, the converted {converted[kind]}",
+            (),
+            (),
+        )
+        for kind in kinds
+        if source[kind] != converted[kind]
+    )
+    status = Status.FAILED if failures else Status.PASSED
+    return Check("same_structures", status, len(kinds), len(kinds) - len(failures), failures)
 
 
 def _fidelity_check(name: str, report: Mapping[str, Any]) -> Check:
@@ -165,6 +231,7 @@ def judge_build(
     conversion: Mapping[str, Any],
     sensitivity: Mapping[str, Any] | None = None,
     execution: Mapping[str, Any] | None = None,
+    tf32: bool = False,
 ) -> VerifyReport:
     """The report on an engine that was just built, or on a conversion that did not pass the gate.
 
@@ -196,6 +263,8 @@ def judge_build(
         expect=expect,
         fidelity=fidelity,
         engine_fidelity=None if execution is None else execution.get("fidelity"),
+        source_counts=conversion.get("counts"),
+        tf32=tf32,
         precision=options.canonical(),
         conversion={**conversion, "sensitivity": sensitivity},
         information=information,
