@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
 
 import onnx_ir as ir
 
@@ -11,34 +13,53 @@ from engine_builder.graph.structures import Structures
 from engine_builder.precision.options import ConversionOptions
 
 
-def fp32_nodes(graph: ir.Graph, structures: Structures, options: ConversionOptions) -> list[ir.Node]:
-    """The nodes of ``graph`` that stay fp32 under ``options``, in no particular order.
+class Rule(StrEnum):
+    """Why nodes stay fp32; the text completes "it stays fp32 because"."""
 
-    Norm chains overflow fp16 (x^2 > 65504), angles lose whole turns in any 16-bit type, and both
-    therefore stay fp32 in every recipe, with everything an angle is computed from.
+    NORM = "the squares of a norm exceed 65504, the largest fp16 number, on trained models"
+    ANGLE = "a 16-bit type loses whole turns of an angle, so everything that it is computed from is fp32"
+    ROTATION = "the recipe keeps the rotation of queries and keys in fp32 (islands: rope)"
+    RESIDUAL = "the sums of the residual stream neither overflow nor collect rounding (residual: fp32)"
+    BOUNDARY = "inputs and outputs are fp32, and a cast on this side of it would be a kernel of its own"
+    MODULATION = "the recipe keeps the scale, shift and gate around norms in fp32 (islands: full)"
+    ATTENTION = "the recipe leaves attention unbound in fp32 (bound_attention: false)"
+
+
+@dataclass(frozen=True)
+class Island:
+    """Nodes that one rule keeps in fp32."""
+
+    rule: Rule
+    nodes: tuple[ir.Node, ...]
+
+
+def islands(graph: ir.Graph, structures: Structures, options: ConversionOptions) -> Iterator[Island]:
+    """What each rule of ``options`` keeps in fp32; a node may be in several islands.
+
+    In a converted graph these are the nodes that were kept, as in its source.
     """
-    chosen: dict[int, ir.Node] = {}
-
-    def keep(nodes: Iterable[ir.Node]) -> None:
-        chosen.update((id(node), node) for node in nodes)
-
     for norm in structures.norms:
-        keep(norm.nodes)
+        yield Island(Rule.NORM, norm.nodes)
     for features in structures.fourier:
-        keep((*features.angle_nodes, features.cos, features.sin))
+        yield Island(Rule.ANGLE, (*features.angle_nodes, features.cos, features.sin))
     for rotation in structures.rotary:
-        keep((*rotation.angle_nodes, *rotation.trig))
+        yield Island(Rule.ANGLE, (*rotation.angle_nodes, *rotation.trig))
         if options.islands != "minimal":
-            keep(rotation.nodes)
+            yield Island(Rule.ROTATION, rotation.nodes)
     if options.residual == "fp32":
-        keep(residual_adds(structures))
-    keep(boundary_nodes(graph))
+        yield Island(Rule.RESIDUAL, tuple(residual_adds(structures)))
+    yield Island(Rule.BOUNDARY, tuple(boundary_nodes(graph)))
     if options.islands == "full":
         for norm in structures.norms:
-            keep(_modulation(norm.output))
+            yield Island(Rule.MODULATION, tuple(_modulation(norm.output)))
     if not options.bound_attention:
         for core in structures.attention:
-            keep(core.nodes)
+            yield Island(Rule.ATTENTION, core.nodes)
+
+
+def fp32_nodes(graph: ir.Graph, structures: Structures, options: ConversionOptions) -> list[ir.Node]:
+    """The nodes of ``graph`` that stay fp32 under ``options``, each once, in no particular order."""
+    chosen = {id(node): node for island in islands(graph, structures, options) for node in island.nodes}
     return list(chosen.values())
 
 
