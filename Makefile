@@ -30,7 +30,7 @@ DEV_STAMP := $(VENV)/.dev-$(call key,requirements/rtx.txt requirements/dev.txt)
 CALIBRATE_STAMP := $(CALIBRATE_VENV)/.calibrate-$(call key,requirements/calibrate.txt requirements/torch*.txt)
 LOCK_STAMP := $(LOCK_VENV)/.lock-$(call key,requirements/lock.txt)
 
-.PHONY: help smoke test lint bundle kubernetes calibrate-env lock clean venv venv-dev python
+.PHONY: docs help smoke test lint bundle kubernetes calibrate-env lock clean venv venv-dev python
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -122,3 +122,8 @@ clean:  ## Remove the virtual environments and caches (engines in out/ stay)
 	rm -rf $(VENV) $(CALIBRATE_VENV) $(LOCK_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build \
 		*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+docs: $(RUNTIME_STAMP)  ## Write the recipe reference and the published schema anew
+	$(VENV)/bin/python -c "from engine_builder.recipe_reference import recipe_reference as r; print(r(), end='')" \
+		> docs/recipe.md
+	$(VENV)/bin/python entrypoint.py schema recipe > recipes/schema/recipe.schema.json

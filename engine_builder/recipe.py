@@ -251,7 +251,9 @@ FloatType = Literal["fp32", "fp16", "bf16", "fp8"]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        use_attribute_docstrings=True, strict=True, extra="forbid", frozen=True, allow_inf_nan=False
+    )
 
     unkeyed: ClassVar[frozenset[str]] = frozenset()
     """Fields that name things without changing what is built; no content key holds them."""
@@ -261,9 +263,13 @@ class Sample(_Section):
     """A random-weight SA3 DiT that the builder writes itself, in place of a model file."""
 
     size: Literal["tiny", "small", "medium"] = "tiny"
+    """Dimensions: a toy of two layers, or those of the released small and medium models."""
     spelling: Literal["torchscript17", "dynamo20", "dynamo23"] = "torchscript17"
+    """Which exporter's operators and names the graph is written in."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
+    """Of the random weights."""
     differential: bool = False
+    """Differential attention, as in the medium model."""
 
 
 class Model(_Section):
@@ -272,10 +278,15 @@ class Model(_Section):
     unkeyed = frozenset({"name", "sha256"})
 
     name: PlainName
+    """Folder of its engines below `sm_XX`."""
     kind: Literal["sa3-dit", "generic"] = "sa3-dit"
+    """An SA3 DiT must have its structures; a generic model has those it has protected."""
     onnx: RecipePath | None = None
+    """The fp32 ONNX file."""
     sample: Sample | None = None
+    """A random-weight model in place of a file."""
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$", to_lower=True)] | None = None
+    """Digest that the model must have: of the file alone, or of the list of digests when it has sidecars."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Model:
@@ -289,18 +300,31 @@ class Precision(_Section):
     """The precision recipe and its options; ``None`` leaves the choice to the precision itself."""
 
     recipe: PrecisionName
+    """The precision."""
     rotary: Literal["baked", "computed"] | None = None
+    """Whether rotary angles are computed at run time or read from tables; bf16 bakes by default."""
     islands: Literal["minimal", "rope", "full"] | None = None
+    """What is fp32 besides norms and angles: nothing, the rotation (default), the modulation too."""
     residual: Literal["fp32", "trunk"] | None = None
+    """Type of the sums that carry the residual stream; fp32 by default."""
     bound_attention: bool | None = None
+    """Cast q, k and v to the trunk type before each attention core (default); else none fuses."""
     tf32: bool = False
+    """Let products round their operands to TF32."""
     clip_overflow: bool = False
+    """Clip weights beyond the type's range instead of refusing them."""
     scales: RecipePath | None = None
+    """The scales file that `calibrate` wrote."""
     weights: Literal["per_tensor", "per_channel"] | None = None
+    """One scale per weight (default) or per output channel."""
     include: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Linears added to the selection, by glob on node names."""
     exclude: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Linears taken out of the default selection, by glob on node names."""
     trunk: Literal["fp16", "bf16"] | None = None
+    """Type of everything that is neither fp8 nor fp32; fp16 by default."""
     min_cosine: Cosine | None = None
+    """Leave out the fewest linears that reach this cosine over the sweep."""
 
     @field_validator(*PRECISION_OPTIONS)
     @classmethod
@@ -316,10 +340,12 @@ class Target(_Section):
     """The backend and the compute capabilities to build for, one engine each."""
 
     backend: BackendName
+    """TensorRT on the GPU itself, or TensorRT-RTX ahead of time on any machine."""
     sm: Annotated[
         tuple[int, ...],
         PlainValidator(_architectures, json_schema_input_type=int | str | tuple[int | str, ...]),
     ]
+    """Compute capability without the point; a list builds one engine for each."""
 
 
 class Build(_Section):
@@ -328,18 +354,28 @@ class Build(_Section):
     workspace_gb: Annotated[float, Field(gt=0, le=1024)] = 16.0
     """Upper bound of scratch memory during tactic selection and execution, in GiB."""
     optimization_level: Annotated[int, Field(ge=0, le=5)] | None = None
+    """TensorRT's effort, 0 to 5."""
     aux_streams: Annotated[int, Field(ge=0, le=32)] | None = None
+    """Streams beside the main one; 0 removes the waits between them."""
     timing_cache: RecipePath | None = None
+    """File to load tactic timings from and save them to."""
     strict_timing_cache: bool = False
+    """Fail when the build timed anything that the cache did not hold."""
     hardware_compatibility: Literal["none", "ampere_plus", "same_compute_capability"] = "none"
+    """Let the engine run on other GPUs than the one it is built on."""
     version_compatible: bool = False
+    """Let later TensorRT versions run the engine."""
     refit: Annotated[
         Literal["all", "identical", "individual"] | None,
         BeforeValidator(_refit, json_schema_input_type=bool | Literal["all", "identical", "individual"]),
     ] = None
+    """Which weights can be exchanged later."""
     strip_plan: bool = False
+    """Leave the weights out of the engine."""
     weight_streaming: bool = False
+    """Let the runtime keep weights in host memory."""
     plugins: tuple[RecipePath, ...] = ()
+    """Plugin libraries; the operator must allow them with --allow-plugins."""
 
     @model_validator(mode="after")
     def _cache_to_be_strict_about(self) -> Build:
@@ -360,6 +396,7 @@ class Fidelity(_Section):
         Field(max_length=64),
         AfterValidator(_not_empty),
     ] = DEFAULT_LENGTHS
+    """Sequence lengths of the drawn inputs."""
     t: Annotated[
         tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(max_length=64), AfterValidator(_not_empty)
     ] = (
@@ -367,28 +404,38 @@ class Fidelity(_Section):
         0.5,
         0.02,
     )
+    """Diffusion times of the drawn inputs."""
     min_cosine: Cosine | None = None
+    """Least cosine that passes; by default 0.99999 for fp32, 0.9999 for fp16, 0.99 for bf16, 0.9 for fp8."""
     samples: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Draws for each length and time."""
     data: RecipePath | None = None
+    """Folder of recorded inputs, one `.npz` by input name for each sample, in place of drawn ones."""
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
+    """Of the drawn inputs."""
 
 
 class FusedAttention(_Section):
     """How many fused attention kernels the engine must have and which types their inputs may be."""
 
     count: Bound
+    """How many fused attention kernels."""
     type: Annotated[
         tuple[FloatType, ...],
         BeforeValidator(_one_or_more, json_schema_input_type=FloatType | tuple[FloatType, ...]),
     ] = ()
+    """The types that their q, k and v may have."""
 
 
 class Expect(_Section):
     """Counts that the engine's layers must satisfy, beyond what its precision promises."""
 
     gemms: Mapping[GemmType, Bound] = Field(default_factory=dict)
+    """Matrix products by type, such as `{fp8: ">=170"}`."""
     fused_attention: FusedAttention | None = None
+    """Fused attention kernels."""
     runtime_trig: Bound | None = None
+    """Layers that compute a sine or cosine."""
 
 
 class Verify(_Section):
@@ -397,14 +444,18 @@ class Verify(_Section):
     fidelity: Annotated[
         Fidelity | None, BeforeValidator(_off_as_none, json_schema_input_type=Fidelity | bool)
     ] = Fidelity()
+    """The sweep against fp32; `off` skips it."""
     expect: Expect = Expect()
+    """Counts that the engine must have, beyond what its precision promises."""
 
 
 class Output(_Section):
     """Where engines go: ``<dir>/sm_<XX>/<model.name>/<name>``."""
 
     dir: RecipePath
+    """Where engines go, as `<dir>/sm_XX/<model.name>/`."""
     name: PlainName | None = None
+    """File name of the engine; by default `dit_<precision>.trt`."""
 
     @field_validator("name")
     @classmethod
@@ -418,17 +469,25 @@ class Recipe(_Section):
     """One recipe file; ``load_recipe`` makes it, ``error`` reports later faults by file and line."""
 
     schema_version: Annotated[Literal["sa3-builder/1"], Field(alias="schema")]
+    """Version of this format."""
     model: Model
+    """What to build from."""
     precision: Annotated[
         Precision, BeforeValidator(_precision, json_schema_input_type=PrecisionName | Precision)
     ]
+    """Name of a precision, or a section with options."""
     profiles: Annotated[
         tuple[Annotated[Mapping[str, Shapes], Field(min_length=1)], ...], Field(max_length=32)
     ] = ()
+    """One mapping per optimization profile: for each dynamic input its shapes [min, opt, max]."""
     target: Target
+    """What to build for."""
     build: Build = Build()
+    """Settings of TensorRT's builder."""
     verify: Verify = Verify()
+    """What must hold before an engine is published."""
     output: Output
+    """Where the engine goes."""
 
     _path: Path = PrivateAttr(default=Path("recipe.yaml"))
     _document: Document = PrivateAttr(default=Document({}, {}))
