@@ -171,15 +171,12 @@ class AssignTypesPass(ir.passes.InPlacePass):
             self._fp32.update(id(node) for node, _ in value.uses() if not is_op(node, *_FILLING))
 
     def _label(self, node: ir.Node) -> ir.DataType:
-        if id(node) in self._fp32 or is_op(node, *_ALWAYS_FP32) or self._is_forced(node):
+        if id(node) in self._fp32 or makes_fp32(node) or self._is_forced(node):
             return FLOAT
         return self._trunk
 
     def _is_forced(self, node: ir.Node) -> bool:
-        if not supports(node.op_type, node.domain, self._opset, self._trunk):
-            return True
-        # A Cast changes a tensor's type, nothing changes a sequence's: these stay what they are.
-        return any(not _is_tensor(v) for v in (*node.inputs, *node.outputs) if v is not None)
+        return bool(lacks_type(node, self._opset, self._trunk))
 
     def _is_blind(self, node: ir.Node) -> bool:
         return is_op(node, *_TYPE_BLIND) and supports(node.op_type, node.domain, self._opset, self._trunk)
@@ -219,6 +216,21 @@ class _SaturatedTensor(StreamedTensor):
         for block in stream(self._source):
             finite = np.clip(block, -limit, limit)
             yield np.where(np.isfinite(block), finite, block).astype(NUMPY_TYPE[self.dtype])
+
+
+def makes_fp32(node: ir.Node) -> bool:
+    """Whether the operator's floats are fp32 by an attribute or by the standard, whatever it reads."""
+    return is_op(node, *_ALWAYS_FP32)
+
+
+def lacks_type(node: ir.Node, opset: int, trunk: ir.DataType) -> str:
+    """Why a node cannot compute in ``trunk``; empty when it can."""
+    if not supports(node.op_type, node.domain, opset, trunk):
+        return f"{node.op_type} has no {SHORT[trunk]} form at opset {opset}"
+    # A Cast changes a tensor's type, nothing changes a sequence's: these stay what they are.
+    if any(not _is_tensor(v) for v in (*node.inputs, *node.outputs) if v is not None):
+        return "it holds a sequence, whose type no Cast changes"
+    return ""
 
 
 def _operands(node: ir.Node) -> list[tuple[ir.Node, int, ir.Value]]:
