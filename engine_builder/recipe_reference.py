@@ -11,7 +11,8 @@ from engine_builder.recipe import PRECISION_OPTIONS, recipe_schema
 _HEAD = """# Recipe reference
 
 Written by `make docs` from the schema that recipes are checked with; do not edit. Relative paths
-are relative to the recipe. Unknown and repeated keys are errors. For completion and checks in an editor, begin a recipe with
+are relative to the recipe. Unknown and repeated keys are errors. For completion and checks in an
+editor, begin a recipe with
 
 ```yaml
 # yaml-language-server: $schema=schema/recipe.schema.json
