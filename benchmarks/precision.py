@@ -262,7 +262,8 @@ def _calibrate(source: Path, work: Path) -> tuple[Path, Path]:
     ]
     subprocess.run(command, check=True)
     (sample,) = plan_samples(source, lengths=[256], t=[0.5])
-    np.savez(data, **sample.load())
+    arrays: dict[str, Any] = dict(sample.load())
+    np.savez(data, **arrays)
     return scales, data
 
 
