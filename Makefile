@@ -7,7 +7,7 @@ SHELL := /bin/bash
 VENV := .venv
 CALIBRATE_VENV := .venv-calibrate
 LOCK_VENV := .venv-lock
-SOURCES := entrypoint.py engine_builder verify tests
+SOURCES := entrypoint.py engine_builder verify tests benchmarks
 
 # The first Python that is 3.11 or 3.12 and can make virtual environments; failing that, the first of the
 # right version, so that the message can name what it lacks. Override: make PYTHON=/path/to/python smoke
@@ -30,7 +30,7 @@ DEV_STAMP := $(VENV)/.dev-$(call key,requirements/rtx.txt requirements/dev.txt)
 CALIBRATE_STAMP := $(CALIBRATE_VENV)/.calibrate-$(call key,requirements/calibrate.txt requirements/torch*.txt)
 LOCK_STAMP := $(LOCK_VENV)/.lock-$(call key,requirements/lock.txt)
 
-.PHONY: docs help smoke test lint bundle kubernetes calibrate-env lock clean venv venv-dev python
+.PHONY: bench docs help smoke test lint bundle kubernetes calibrate-env lock clean venv venv-dev python
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -127,3 +127,6 @@ docs: $(RUNTIME_STAMP)  ## Write the recipe reference and the published schema a
 	$(VENV)/bin/python -c "from engine_builder.recipe_reference import recipe_reference as r; print(r(), end='')" \
 		> docs/recipe.md
 	$(VENV)/bin/python entrypoint.py schema recipe > recipes/schema/recipe.schema.json
+
+bench: $(RUNTIME_STAMP)  ## Benchmark converters side by side (BENCH_ARGS='--size medium --fp8', see benchmarks/precision.py)
+	$(VENV)/bin/python benchmarks/precision.py $(BENCH_ARGS)
