@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from engine_builder.manifest import Manifest
 
@@ -54,10 +55,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Reference:
-    """An undisturbed build: seconds of each stage, and the digests that every later one must have."""
+    """An undisturbed build: seconds of each stage, and what every later one must give again.
+
+    The converted model is the same to the byte.  The engine is not: even without a GPU, TensorRT-RTX 1.7.1
+    numbers a handful of things in one of two orders (7 of 9.6 million bytes, in one build of four, measured),
+    so that engines are compared by size and by all that is verified of them.
+    """
 
     seconds: Mapping[str, float]
-    engine: str
+    engine_bytes: int
+    figures: Mapping[str, Any]
     converted: tuple[str, ...]
 
 
@@ -134,7 +141,7 @@ class Site:
             assert sha256(self.engine) == manifest.engine.sha256
             assert sha256(report) == manifest.report.sha256
         for entry in self.cache.glob("[!.]*/entry.json"):
-            for name, file in json.loads(entry.read_text())["files"].items():
+            for name, file in json.loads(entry.read_text()).get("files", {}).items():
                 assert sha256(entry.parent / name) == file["sha256"], f"{entry.parent / name} is damaged"
 
     def check_finished(self, outcome: Outcome, reference: Reference | None) -> Manifest:
@@ -142,14 +149,20 @@ class Site:
         assert outcome.code == 0, outcome.error
         self.check_visible()
         manifest = Manifest.model_validate_json(self.engine.with_name("dit_fp16.manifest.json").read_text())
-        report = json.loads(self.engine.with_name("dit_fp16.verify.json").read_text())
-        assert report["verdict"] == "passed"
+        assert self.figures()["verdict"] == "passed"
         if reference is not None:
-            assert manifest.engine.sha256 == reference.engine
+            assert manifest.engine.bytes == reference.engine_bytes
+            assert self.figures() == reference.figures
             assert tuple(file.sha256 for file in manifest.converted) == reference.converted
         left = [p for folder in (self.out, self.cache) for p in folder.rglob("*") if ".partial" in p.name]
         assert left == []
         return manifest
+
+    def figures(self) -> dict[str, Any]:
+        """What is verified of the engine."""
+        report = json.loads(self.engine.with_name("dit_fp16.verify.json").read_text())
+        names = ("verdict", "mha_precision", "gemm_by_precision", "total_layers", "fidelity")
+        return {name: report[name] for name in names}
 
     def reference(self) -> Reference:
         """An undisturbed build, from nothing."""
@@ -159,7 +172,8 @@ class Site:
         return Reference(
             # What precedes the first stage, the model's source and publishing are not in the manifest.
             {"start": 1.0, "source": 0.5, "publish": 0.1, **seconds},
-            manifest.engine.sha256,
+            manifest.engine.bytes,
+            self.figures(),
             tuple(file.sha256 for file in manifest.converted),
         )
 

@@ -132,11 +132,20 @@ def load_error(messages: MessageLog, engine: Path) -> BuilderError:
             where=where,
             hint="build it anew on this GPU",
         )
-    if "does not support this compute capability" in text:
+    if match := re.search(
+        r"this GPU, which has compute capability (\S+?)\. Supported compute capabilities: (.+?)\. ", text
+    ):
+        here, built = (capability.replace(".", "") for capability in match.groups())
+        if "TensorRT-RTX does not support" in text:
+            return PlatformError(
+                f"TensorRT-RTX does not run on this GPU, which is sm_{here}",
+                where=where,
+                hint=f"build for sm_{here} with target.backend: tensorrt",
+            )
         return PlatformError(
-            "TensorRT-RTX does not run on this GPU",
+            f"the engine was built for sm_{built}, and this GPU is sm_{here}",
             where=where,
-            hint="it runs on RTX GPUs; for H100 and H200 build with target.backend: tensorrt",
+            hint=f"build it for sm_{here}",
         )
     if match := re.search(r"Current Version: (\d+), Serialized Engine Version: (\d+)", text):
         return PlatformError(
@@ -226,9 +235,11 @@ def translate(text: str, *, node: str = "", operator: str = "") -> BuilderError:
     return CompileError(f"{operator}: {reason}" if operator else reason, where=where)
 
 
-# The third is what Myelin says when an allocation of its own fails (measured under a limit).
+# The third is what Myelin says when an allocation of its own fails, the last what C++ says when there is
+# no memory left for the stack of another thread (both measured under a limit).
 _OUT_OF_MEMORY: Final = re.compile(
     r"OutOfMemory|bad_alloc|MemoryError|myelin_tensor\.h:\d+: CHECK\(p\)|Failed to map file to memory"
+    r"|Resource temporarily unavailable"
 )
 _MIXED_TYPES: Final = re.compile(
     r"\((?P<node>[^\n]*?): (?:"
