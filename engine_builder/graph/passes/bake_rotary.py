@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
@@ -11,7 +12,7 @@ import onnx_ir as ir
 
 from engine_builder.errors import ConversionError
 from engine_builder.graph.naming import Names
-from engine_builder.graph.reading import is_op
+from engine_builder.graph.reading import attribute_int, is_op
 from engine_builder.graph.shapes import ShapeOracle
 from engine_builder.graph.structures import RotaryEmbedding
 
@@ -28,8 +29,11 @@ class RotaryTable:
 
 @dataclass(frozen=True)
 class _Made:
+    """A table, what replaces the trigonometry by it, and the run-time number of rows in use if it varies."""
+
     table: ir.Value
     read: ir.Value
+    count: ir.Value | None
     trig: list[str]
     rows: int
     prepended: int
@@ -40,7 +44,8 @@ class BakeRotaryPass(ir.passes.InPlacePass):
 
     The angle is evaluated in fp32 as the graph computes it, its cosine and sine in fp64, rounded to
     fp32.  A table is valid for every length up to that of the longest profile because row ``i`` does
-    not depend on the length; that is checked at the other lengths of the profiles, not assumed.
+    not depend on the length; that is checked at the other lengths of the profiles and between them, not
+    assumed.
 
     Args:
         rotary: The rotations whose angles to bake.
@@ -58,7 +63,7 @@ class BakeRotaryPass(ir.passes.InPlacePass):
     ) -> None:
         super().__init__()
         self._rotary = rotary
-        self._lengths = lengths
+        self._lengths = _with_midpoints(lengths)
         self.tables: tuple[RotaryTable, ...] = ()
         self.reads: tuple[ir.Node, ...] = ()
         """The nodes that take the rows of a table: they belong to the fp32 path of the rotation."""
@@ -86,11 +91,13 @@ class BakeRotaryPass(ir.passes.InPlacePass):
                 name = names.fresh(f"rotary_{trig.op_type.lower()}_table")
                 table = _initializer(graph, name, numbers)
                 counted = self._row_axis(rotation, angle, axis, oracles)
-                read = (
-                    table if counted is None else _rows(graph, trig, table, axis, rotation.x, counted, names)
-                )
-                made[key] = _Made(table, read, [], int(numbers.shape[axis]), prepended)
+                read, count = table, None
+                if counted is not None:
+                    count = _count(graph, trig, rotation.x, counted, names.fresh(f"{name}.rows"))
+                    read = _slice(graph, trig, table, axis, count, names)
+                made[key] = _Made(table, read, count, [], int(numbers.shape[axis]), prepended)
             made[key].trig.append(trig.name or "")
+            _release_shapes(graph, (*rotation.angle_nodes, trig), oracles, key[2], made[key].count, names)
             ir.convenience.replace_all_uses_with(trig.outputs[0], made[key].read, replace_graph_outputs=True)
         self.tables = tuple(
             RotaryTable(m.table.name or "", m.rows, m.prepended, tuple(m.trig)) for m in made.values()
@@ -121,7 +128,12 @@ class BakeRotaryPass(ir.passes.InPlacePass):
                 f"the rotary angle {angle.name} is {table.dtype} of rank {table.ndim}, not an fp32 table",
                 where=f"node {trig.name}",
             )
-        axis = table.ndim - 2
+        varying = [
+            i
+            for i in range(table.ndim)
+            if any(o.evaluate(angle).shape[i : i + 1] != table.shape[i : i + 1] for o in others)
+        ]
+        axis = varying[0] if len(varying) == 1 else table.ndim - 2
         for oracle in others:
             shorter = oracle.evaluate(angle)
             rows = shorter.shape[axis]
@@ -157,6 +169,18 @@ class BakeRotaryPass(ir.passes.InPlacePass):
         )
 
 
+def _with_midpoints(lengths: Sequence[Mapping[str, Sequence[int]]]) -> list[Mapping[str, Sequence[int]]]:
+    """``lengths`` with one more between each two: the shortest may be a single row, which proves nothing."""
+    found: list[Mapping[str, Sequence[int]]] = []
+    for shorter, longer in pairwise(lengths):
+        middle = {
+            name: [(low + high) // 2 for low, high in zip(shorter[name], longer[name], strict=True)]
+            for name in longer
+        }
+        found.extend((shorter, middle))
+    return [*found, *lengths[-1:]]
+
+
 def _dynamic_dims(lengths: Sequence[Mapping[str, Sequence[int]]]) -> list[list[int]]:
     """For each input dimension that varies over ``lengths``, its sizes."""
     found: list[list[int]] = []
@@ -168,39 +192,96 @@ def _dynamic_dims(lengths: Sequence[Mapping[str, Sequence[int]]]) -> list[list[i
     return found
 
 
-def _rows(
-    graph: ir.Graph,
-    trig: ir.Node,
-    table: ir.Value,
-    axis: int,
-    counted: ir.Value,
-    counted_axis: int,
-    names: Names,
-) -> ir.Value:
-    """The first rows of ``table``, as many as ``counted`` has at run time.
+def _count(graph: ir.Graph, trig: ir.Node, counted: ir.Value, axis: int, name: str) -> ir.Value:
+    """The number of rows in use: what ``counted`` has along ``axis``, counted from the end, at run time.
 
-    They are counted on the rotated value, because the angle's own shape would keep the chain alive
-    that the table replaces.
+    It is counted on the rotated value, because the angle's own shape would keep the chain alive that
+    the table replaces.
     """
-    count, taken = names.fresh(f"{table.name}.rows"), names.fresh(f"{table.name}.slice")
     size = ir.node(
         "Shape",
         [counted],
         # An end of 0 would be the first axis, so the last one is named by leaving the end out.
-        attributes={"start": counted_axis} | ({"end": counted_axis + 1} if counted_axis != -1 else {}),
-        outputs=[ir.Value(name=count, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1]))],
-        name=count,
+        attributes={"start": axis} | ({"end": axis + 1} if axis != -1 else {}),
+        outputs=[ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1]))],
+        name=name,
     )
+    graph.insert_before(trig, size)
+    return size.outputs[0]
+
+
+def _slice(
+    graph: ir.Graph, trig: ir.Node, table: ir.Value, axis: int, count: ir.Value, names: Names
+) -> ir.Value:
+    """The first ``count`` rows of ``table``."""
+    name = names.fresh(f"{table.name}.slice")
     start = _initializer(graph, names.fresh(f"{table.name}.start"), np.asarray([0], np.int64))
     axes = _initializer(graph, names.fresh(f"{table.name}.axis"), np.asarray([axis], np.int64))
     cut = ir.node(
         "Slice",
-        [table, start, size.outputs[0], axes],
-        outputs=[ir.Value(name=taken, type=ir.TensorType(ir.DataType.FLOAT), shape=trig.outputs[0].shape)],
-        name=taken,
+        [table, start, count, axes],
+        outputs=[ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=trig.outputs[0].shape)],
+        name=name,
     )
-    graph.insert_before(trig, [size, cut])
+    graph.insert_before(trig, cut)
     return cut.outputs[0]
+
+
+def _release_shapes(
+    graph: ir.Graph,
+    chain: Sequence[ir.Node],
+    oracles: Sequence[ShapeOracle],
+    rows: tuple[int, ...],
+    count: ir.Value | None,
+    names: Names,
+) -> None:
+    """Gives the readers of the chain's shapes the same numbers from elsewhere.
+
+    TorchScript asks the angle for the number of channels to rotate; the whole chain would stay for it.
+    """
+    for value in (output for node in chain for output in node.outputs):
+        for use in list(value.uses()):
+            if not is_op(use.node, "Shape") or use.node.graph is not graph:
+                continue
+            parts: list[ir.Value | int] = []
+            begin = attribute_int(use.node, "start", 0)
+            end = attribute_int(use.node, "end", len(oracles[-1].shape(value)))
+            for sizes in list(zip(*(o.shape(value) for o in oracles), strict=True))[begin:end]:
+                if len(set(sizes)) == 1:
+                    parts.append(int(sizes[0]))
+                elif sizes == rows and count is not None:
+                    parts.append(count)
+            if len(parts) != oracles[-1].evaluate(use.node.outputs[0]).size:
+                continue  # a size that neither is fixed nor counts rows: something else needs the chain
+            ir.convenience.replace_all_uses_with(
+                use.node.outputs[0], _joined(graph, use.node, parts, names), replace_graph_outputs=True
+            )
+            graph.remove(use.node, safe=True)
+
+
+def _joined(graph: ir.Graph, before: ir.Node, parts: Sequence[ir.Value | int], names: Names) -> ir.Value:
+    """A vector of sizes, some of which are known only at run time."""
+    known = [part for part in parts if isinstance(part, int)]
+    if len(known) == len(parts):
+        return _initializer(graph, names.fresh("rotary_sizes"), np.asarray(known, np.int64))
+    values = [
+        part
+        if isinstance(part, ir.Value)
+        else _initializer(graph, names.fresh(f"rotary_size_{part}"), np.asarray([part], np.int64))
+        for part in parts
+    ]
+    if len(values) == 1:
+        return values[0]
+    name = names.fresh("rotary_sizes")
+    node = ir.node(
+        "Concat",
+        values,
+        attributes={"axis": 0},
+        outputs=[ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([len(values)]))],
+        name=name,
+    )
+    graph.insert_before(before, node)
+    return node.outputs[0]
 
 
 def _initializer(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
