@@ -462,7 +462,24 @@ def test_an_engine_is_compared_on_every_profile_it_ran_on(
             PlatformError,
             "its format is 237, and here it is 239",
         ),
-        # As TensorRT-RTX 1.7.1 puts it.
+        # As TensorRT-RTX 1.7.1 puts it: on an H200, for an engine of sm_89 and for one that it built there
+        # for the GPU at hand; and without a driver.
+        (
+            "IRuntime::deserializeCudaEngine: Error Code 6: API Usage Error (The engine cannot run on this "
+            "GPU, which has compute capability 9.0. Supported compute capabilities: 8.9. TensorRT-RTX does "
+            "not support this compute capability, so the engine cannot be rebuilt for it. In "
+            "throwUnlessComputeCapSupported at /_src/runtime/dispatch/runtime.cpp:84)",
+            PlatformError,
+            r"does not run on this GPU, which is sm_90 .*target\.backend: tensorrt",
+        ),
+        (
+            "IRuntime::deserializeCudaEngine: Error Code 6: API Usage Error (The engine cannot run on this "
+            "GPU, which has compute capability 9.0. Supported compute capabilities: None. TensorRT-RTX does "
+            "not support this compute capability, so the engine cannot be rebuilt for it. In "
+            "throwUnlessComputeCapSupported at /_src/runtime/dispatch/runtime.cpp:84)",
+            PlatformError,
+            "does not run on this GPU, which is sm_90",
+        ),
         (
             "IRuntime::deserializeCudaEngine: Error Code 1: Cuda Runtime (In ScopedCudaStream at "
             "/_src/x.cpp:25 (cudaError 35: CUDA driver version is insufficient for CUDA runtime version))",

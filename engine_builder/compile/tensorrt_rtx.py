@@ -66,7 +66,8 @@ class TensorRTRTX:
         return _REFUSED.get((precision, sm))
 
     def refused_options(self, build: Build, sms: Sequence[int] = ()) -> Mapping[str, str]:
-        """See :meth:`Backend.refused_options`.  Reasons as measured with 1.7.1 without a GPU.
+        """See :meth:`Backend.refused_options`.  Reasons as measured with 1.7.1, without a GPU and on an
+        H200, whose architecture it does not build for.
 
         ``REFIT_INDIVIDUAL`` builds there as long as no weight is marked, which makes nothing
         refittable.
@@ -77,11 +78,13 @@ class TensorRTRTX:
         if build.hardware_compatibility != "none":
             refused["hardware_compatibility"] = "TensorRT-RTX ignores it: build one engine per sm"
         if build.version_compatible:
-            refused["version_compatible"] = "TensorRT-RTX comes without the lean runtime that it needs"
+            refused["version_compatible"] = (
+                "TensorRT-RTX comes without the lean runtime that goes into such an engine"
+            )
         if build.refit is not None:
-            refused["refit"] = "TensorRT-RTX builds refittable engines on a machine with a GPU only"
+            refused["refit"] = "TensorRT-RTX makes refittable engines on a GPU of their own architecture only"
         if build.strip_plan:
-            refused["strip_plan"] = "TensorRT-RTX builds it on a machine with a GPU only"
+            refused["strip_plan"] = "TensorRT-RTX strips plans on a GPU of their own architecture only"
         if build.plugins:
             refused["plugins"] = "TensorRT-RTX loads no plugin libraries"
         return refused

@@ -126,7 +126,7 @@ def _running(machine: Machine) -> Iterator[Finding]:
     if machine.cuda_bindings.version is None:
         yield _missing("execution", machine.cuda_bindings)
     else:
-        text = f"cuda-bindings {machine.cuda_bindings.version}: engines for sm_{machine.visible_sm} are run"
+        text = f"cuda-bindings {machine.cuda_bindings.version} runs engines for sm_{machine.visible_sm}"
         yield Finding(level="ok", subject="execution", text=text)
 
 
