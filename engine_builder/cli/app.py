@@ -12,6 +12,7 @@ from engine_builder.cli.build import build, convert
 from engine_builder.cli.bundle import bundle
 from engine_builder.cli.calibrate import calibrate
 from engine_builder.cli.doctor import doctor
+from engine_builder.cli.explain import explain
 from engine_builder.cli.fleet import collect, k8s
 from engine_builder.cli.models import fidelity, sample, structures
 from engine_builder.cli.recipes import init, plan
@@ -42,7 +43,20 @@ app = typer.Typer(
 )
 
 
-for command in (build, calibrate, collect, convert, doctor, fidelity, init, k8s, plan, sample, structures):
+for command in (
+    build,
+    calibrate,
+    collect,
+    convert,
+    doctor,
+    explain,
+    fidelity,
+    init,
+    k8s,
+    plan,
+    sample,
+    structures,
+):
     app.command()(command)
 app.add_typer(bundle, name="bundle")
 
