@@ -52,6 +52,11 @@ class EngineEvidence:
     file: EngineEntry | None = None
     builder: BuilderEntry | None = None
 
+    @property
+    def lists_graph_names(self) -> bool:
+        """Whether the layers' metadata can name nothing but nodes of the graph: so in a build's log."""
+        return self.source.startswith("builder log")
+
 
 def judge(
     *,
@@ -125,6 +130,7 @@ def judge(
                     set(graph.model.graph.initializers),
                     lasting_products(graph.model.graph, found),
                     engine.layers,
+                    exact=engine.lists_graph_names and all(n.name for n in graph.model.graph.all_nodes()),
                 )
             )
         if source_counts is not None:
