@@ -113,6 +113,7 @@ lock: $(LOCK_STAMP)  ## Write the lock files anew from pyproject.toml (UPGRADE=1
 	$(COMPILE) --group build -o requirements/build.txt
 	$(COMPILE) pyproject.toml -o requirements/base.txt
 	$(COMPILE) pyproject.toml --extra rtx -c requirements/base.txt -o requirements/rtx.txt
+	$(COMPILE) pyproject.toml --extra gpu -c requirements/base.txt -o requirements/gpu.txt
 	$(COMPILE) pyproject.toml --extra rtx --group dev -c requirements/rtx.txt -o requirements/dev.txt
 	$(COMPILE) pyproject.toml --extra calibrate -c requirements/build.txt \
 		--override requirements/without-cuda.overrides --no-emit-package torch -o requirements/calibrate.txt

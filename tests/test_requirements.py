@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 REQUIREMENTS = ROOT / "requirements"
-LOCKS = ["base", "build", "calibrate", "dev", "lock", "rtx", "torch"]
+LOCKS = ["base", "build", "calibrate", "dev", "gpu", "lock", "rtx", "torch"]
 PIN = re.compile(
     r"^(?P<name>[a-z0-9-]+)==(?P<version>[^ ;\\]+)(?P<rest>.*(?:\n    --hash=sha256:[0-9a-f]{64}.*)*)", re.M
 )
@@ -37,7 +37,7 @@ def test_no_index_and_no_path_is_named(lock: str) -> None:
     assert re.findall(r"https?://|file:|--(?:extra-)?index-url|--find-links|(?:^|\s)/\w+/", text) == []
 
 
-@pytest.mark.parametrize(("smaller", "larger"), [("base", "rtx"), ("rtx", "dev")])
+@pytest.mark.parametrize(("smaller", "larger"), [("base", "gpu"), ("base", "rtx"), ("rtx", "dev")])
 def test_a_larger_environment_contains_the_smaller_one(smaller: str, larger: str) -> None:
     assert pins(smaller).items() <= pins(larger).items()
 
