@@ -295,6 +295,8 @@ def test_cuda_calls_exist_and_take_the_arguments_given() -> None:
     pins = dict(
         re.findall(r"^(cuda-\w+)==(\S+)", (REPOSITORY / "requirements/conformance.txt").read_text(), re.M)
     )
+    locked = (REPOSITORY / "requirements/gpu.txt").read_text()
+    assert all(f"{name}=={version} " in locked for name, version in pins.items())
     folders = [unpack(name, version) for name, version in pins.items()]
     tree = ast.parse((REPOSITORY / "engine_builder/execute/cuda.py").read_text())
     calls = {

@@ -49,8 +49,14 @@ from engine_builder.execute.tensors import (
     plan_runs,
     uncovered,
 )
-from engine_builder.recipe import Build, Fidelity, Profile, ShapeRange
+from engine_builder.onnx_file import read_onnx
+from engine_builder.pipeline import Settings
+from engine_builder.pipeline import build as run_recipe
+from engine_builder.recipe import Build, Fidelity, Profile, ShapeRange, load_recipe
 from engine_builder.source_graph import TensorSpec
+from tests.recipes import write_recipe
+from verify.fidelity import reference_outputs
+from verify.inputs import input_specs
 
 F32 = np.dtype(np.float32)
 SHORT = Profile({"x": ShapeRange((1, 256, 1), (1, 256, 64), (1, 256, 1292))})
@@ -384,6 +390,30 @@ def test_memory_of_a_gpu(gpu: Device) -> None:
 # --- comparing with the source --------------------------------------------------------------
 
 
+def stand_in(source: Path, factor: Callable[[int], float]) -> Callable[..., Execution]:
+    """An execution whose outputs are the source's, times a factor for each length.
+
+    A sample of up to 16 frames runs on profile 0, a longer one on profile 1.
+    """
+
+    def run(backend: str, request: ExecuteRequest, **_: object) -> Execution:
+        runs: list[Run] = []
+        for number, file in enumerate(request.inputs):
+            with np.load(file) as inputs:
+                held = dict(inputs)
+            length = held["x"].shape[-1]
+            sample: Any = SimpleNamespace(load=lambda held=held: held, length=length, t=0, name="")
+            (outputs,) = reference_outputs(source, [sample])
+            profile = int(length > 16)
+            path = request.outputs / f"{number}.{profile}.npz"
+            np.savez(path, allow_pickle=False, velocity=outputs["velocity"] * factor(length))
+            runs.append(Run(number, profile, path))
+        latency = Latency(0, "max", {"x": (1, 256, 16)}, 1.23456, 1.0, 2.0, 500)
+        return Execution("a GPU", tuple(runs), (latency,), (10, 20), 30, 40, 1.0)
+
+    return run
+
+
 def test_an_engine_is_compared_on_every_profile_it_ran_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: Path
 ) -> None:
@@ -396,24 +426,7 @@ def test_an_engine_is_compared_on_every_profile_it_ran_on(
     longer = {
         name: ShapeRange((*r.min[:2], 17), (*r.min[:2], 20), (*r.min[:2], 24)) for name, r in ranges.items()
     }
-    from engine_builder.onnx_file import read_onnx
-    from verify.fidelity import reference_outputs
-    from verify.inputs import input_specs
-
-    def run(backend: str, request: ExecuteRequest, **_: object) -> Execution:
-        runs: list[Run] = []
-        for number, file in enumerate(request.inputs):
-            with np.load(file) as inputs:
-                sample = SimpleNamespace(load=lambda held=dict(inputs): held, length=0, t=0, name="")
-                profile = int(inputs["x"].shape[-1] > 16)
-            (outputs,) = reference_outputs(source, [sample])  # type: ignore[list-item]
-            path = request.outputs / f"{number}.{profile}.npz"
-            np.savez(path, velocity=outputs["velocity"] * (1 - 2 * profile))
-            runs.append(Run(number, profile, path))
-        latency = Latency(0, "max", {"x": (1, 256, 16)}, 1.23456, 1.0, 2.0, 500)
-        return Execution("a GPU", tuple(runs), (latency,), (10, 20), 30, 40, 1.0)
-
-    monkeypatch.setattr(stage, "execute_engine", run)
+    monkeypatch.setattr(stage, "execute_engine", stand_in(source, lambda length: 1 - 2 * (length > 16)))
     asked = stage.EngineRun(
         engine=tmp_path / "e.trt",
         load=LoadOptions(),
@@ -434,6 +447,57 @@ def test_an_engine_is_compared_on_every_profile_it_ran_on(
     ]  # fmt: skip
     assert (facts["context_bytes"], facts["weights_bytes"], facts["loaded_bytes"]) == ([10, 20], 30, 40)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_build_reports_what_running_its_engine_showed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: Path
+) -> None:
+    """The build as on a GPU: the engine is TensorRT-RTX's own, its outputs are the stand-in's."""
+    pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not installed")
+    source = shared / "models/sm_torchscript17.onnx"
+
+    def ranges(low: int, high: int) -> dict[str, list[list[int]]]:
+        names = {"x": 256, "local_add_cond": 257}
+        return {name: [[1, width, low], [1, width, low], [1, width, high]] for name, width in names.items()}
+
+    recipe = load_recipe(
+        write_recipe(
+            tmp_path,
+            model={"name": "dit", "onnx": str(source)},
+            profiles=[ranges(1, 16), ranges(17, 24)],
+            verify={"fidelity": {"lengths": [8], "t": [0.5]}},
+        )
+    )
+
+    def build() -> Any:
+        (outcome,) = run_recipe(recipe, Settings(tmp_path / "cache"))
+        return outcome
+
+    def check(outcome: Any) -> Any:
+        return next(c for c in outcome.report["checks"] if c["name"] == "engine_fidelity")
+
+    skipped = build()
+    assert skipped.report["information"]["execution"] == {"skipped": "this machine has no GPU of sm_89"}
+    assert skipped.verdict == "passed"
+
+    monkeypatch.setattr(stage, "why_not", lambda backend, sm: None)
+    monkeypatch.setattr(stage, "execute_engine", stand_in(source, lambda length: 1.0))
+    first = build()
+    assert (first.verdict, check(first)["status"], check(first)["promised"]) == ("passed", "passed", 2)
+    assert first.report["information"]["execution"]["latency"][0]["median_ms"] == 1.2346
+    assert [s.name for s in first.stages if not s.cached] == ["execute", "verify"]
+    assert first.rebuilt
+    assert not build().rebuilt
+
+    # Another seed is another execution; this engine is wrong where only the second profile goes.
+    path = tmp_path / "recipe.yaml"
+    path.write_text(path.read_text().replace("lengths:", "seed: 1\n    lengths:"))
+    recipe = load_recipe(path)
+    monkeypatch.setattr(stage, "execute_engine", stand_in(source, lambda length: 1 - 2 * (length > 16)))
+    wrong = build()
+    assert wrong.verdict == "failed"
+    assert [failure["subject"] for failure in check(wrong)["failures"]] == ["L=24 t=0.5"]
+    assert not wrong.paths.engine.exists()
 
 
 # --- loading --------------------------------------------------------------------------------
