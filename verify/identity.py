@@ -214,7 +214,7 @@ def _not_fp32(promise: Promise, engine: _Engine) -> str:
     """
     lost = [cast for cast in promise.casts if cast not in engine.held]
     if promise.casts and len(lost) == len(promise.casts):
-        return f"no engine layer holds the casts around it, {', '.join(lost)}: it runs in another type"
+        return f"no engine layer holds the casts around it: {', '.join(lost)}"
     for node in promise.in_engine:
         for layer in engine.held.get(node, ()):
             if layer.only_moves_data or any(name in engine.casts for name in layer.onnx_nodes):

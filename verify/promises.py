@@ -192,7 +192,9 @@ def _casts_around(nodes: Iterable[ir.Node]) -> tuple[str, ...]:
             if is_op(cast, "Cast") and cast is not None and is_float(cast.inputs[0]):
                 source = cast.inputs[0]
                 maker = None if source is None else source.producer()
-                if is_float(cast.outputs[0]) and not is_op(maker, *_PRODUCTS):
+                result = cast.outputs[0]
+                read = bool(result.uses()) or result.is_graph_output()
+                if read and is_float(result) and not is_op(maker, *_PRODUCTS):
                     around[cast.name or ""] = None
     return tuple(around)
 
