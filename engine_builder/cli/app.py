@@ -18,6 +18,7 @@ from engine_builder.cli.models import fidelity, sample, structures
 from engine_builder.cli.recipes import init, plan
 from engine_builder.cli.session import SESSION
 from engine_builder.cli.stopping import stop_on_signals
+from engine_builder.cli.supply_chain import image_facts, provenance, sbom, verify_provenance
 from engine_builder.errors import BuilderError, Interrupted, ResourceError
 
 
@@ -54,10 +55,14 @@ for command in (
     init,
     k8s,
     plan,
+    provenance,
     sample,
+    sbom,
     structures,
+    verify_provenance,
 ):
     app.command()(command)
+app.command(hidden=True)(image_facts)
 app.add_typer(bundle, name="bundle")
 
 

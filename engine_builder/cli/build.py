@@ -44,19 +44,18 @@ def build(
 ) -> None:
     """Build, verify and publish the engines of a recipe (the default command)."""
     from engine_builder.cli.console import summary
-    from engine_builder.fleet.image import image_of
     from engine_builder.pipeline import Settings
     from engine_builder.pipeline import build as run_recipe
     from engine_builder.recipe import for_targets, load_recipe
+    from engine_builder.supply_chain.image import recorded_image
 
     screen = SESSION.screen()
-    image = image_of(os.environ)
     settings = Settings(
         cache or default_cache(),
         screen.watch,
         SESSION.cancel,
         lock_seconds=lock_wait,
-        image=None if image is None else image.to_manifest(),
+        image=recorded_image(os.environ),
         allow_plugins=allow_plugins,
     )
     asked = for_targets(
