@@ -64,6 +64,10 @@ _ROOT: Final = Path(__file__).resolve().parents[2]
 _PROCESS: Final = "from engine_builder.quantize.modelopt_process import main; main()"
 _POLL_SECONDS: Final = 0.2
 
+_LEAN_MALLOC: Final = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+"""Has glibc return every freed block of 1 MiB or more at once; by default its heap keeps blocks of up to
+32 MiB, which makes 2.2 GB of 0.5 in the small model at L=1292 (measured)."""
+
 
 @dataclass(frozen=True)
 class CalibrationOptions:
@@ -102,6 +106,7 @@ def calibrate(
     ResourceError, and Interrupted after ``cancel``.
     """
     python = calibration_python()
+    options.data.samples(source.inputs)  # recorded inputs that do not fit are told before any work
     before = _stamps(source)
     model = load_graph(source)
     normalize(model)
@@ -272,7 +277,7 @@ def _start(python: Path, job: Path, writing: int, output: IO[bytes]) -> subproce
     try:
         return subprocess.Popen(
             [str(python), "-P", "-c", _PROCESS, str(writing), str(job)],
-            env={**os.environ, "PYTHONPATH": search},
+            env={**_LEAN_MALLOC, **os.environ, "PYTHONPATH": search},
             pass_fds=(writing,),
             stdin=subprocess.DEVNULL,
             stdout=output,

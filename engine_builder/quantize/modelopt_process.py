@@ -86,17 +86,17 @@ def run(job: Job, say: Say) -> dict[str, Any]:
     Raises PlatformError without ModelOpt or the provider, SourceModelError for recorded data that does
     not fit, ConversionError for a graph that onnxruntime cannot run or a value that is not finite.
     """
-    say("progress", "loading ModelOpt")
-    calibrate = _modelopt()
-    provider = PROVIDERS[job.provider]
     import onnxruntime
 
+    provider = PROVIDERS[job.provider]
     if provider not in onnxruntime.get_available_providers():
         raise PlatformError(
             f"onnxruntime {onnxruntime.__version__} has no {provider}",
             where=sys.prefix,
             hint="install onnxruntime-gpu there, or use --provider cpu",
         )
+    say("progress", "loading ModelOpt")
+    calibrate = _modelopt()
     skeleton = onnx.load(job.graph)
     before = _initializers(skeleton)
     mapped = {weight.name: weight.array() for weight in job.weights}
@@ -161,11 +161,27 @@ def _measure(
         calibrator.collector.histogram_dict.update(
             (name, _empty_histogram(amax)) for name, amax in within.items() if amax > 0
         )
-    calibrator.infer_session = _CheckedSession(calibrator.infer_session, weights, reader)
+    session = _lean_session(_augmented(job), provider)
+    calibrator.infer_session = _CheckedSession(session, weights, job.activations, reader)
     calibrator.collect_data(reader)
     reader.say("progress", "choosing ranges")
     ranges = calibrator.compute_data()
     return {name: max(_magnitude(bound) for bound in ranges[name].range_value) for name in ranges}
+
+
+def _lean_session(graph: Path, provider: str) -> Any:
+    """A session like ModelOpt's own, which frees each activation once it is read.
+
+    In onnxruntime's default order the nodes that measure may all run last, and every activation that
+    they read lives until then: 1.2 GB in the small model at L=1292 instead of 0.2 (measured).
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
+    options.enable_cpu_mem_arena = False
+    return onnxruntime.InferenceSession(str(graph), options, providers=[provider])
 
 
 def _empty_histogram(amax: float) -> tuple[Any, ...]:
@@ -235,9 +251,12 @@ class _CheckedSession:
     neither shows in the ranges, so that every output is looked at here.
     """
 
-    def __init__(self, session: Any, weights: Mapping[str, np.ndarray], reader: _Reader) -> None:
+    def __init__(
+        self, session: Any, weights: Mapping[str, np.ndarray], activations: Sequence[str], reader: _Reader
+    ) -> None:
         self._session = session
         self._weights = weights
+        self._activations = activations
         self._reader = reader
 
     def get_outputs(self) -> Any:
@@ -245,13 +264,17 @@ class _CheckedSession:
 
     def run(self, names: Sequence[str] | None, inputs: Mapping[str, Any], run_options: Any = None) -> Any:
         arrays = self._session.run(names, {**inputs, **self._weights}, run_options)
-        for output, array in zip(self._session.get_outputs(), arrays, strict=True):
-            if array.dtype.kind == "f" and not np.isfinite(array).all():
-                name = output.name.removesuffix("_ReduceMax").removesuffix("_ReduceMin")
-                raise ConversionError(
-                    f"{name} is not finite for the calibration sample {self._reader.sample}",
-                    hint="the fp32 model itself overflows on this input",
-                )
+        bad = {
+            output.name.removesuffix("_ReduceMax").removesuffix("_ReduceMin")
+            for output, array in zip(self._session.get_outputs(), arrays, strict=True)
+            if array.dtype.kind == "f" and not np.isfinite(array).all()
+        }
+        if bad:
+            first = next((name for name in self._activations if name in bad), min(bad))
+            raise ConversionError(
+                f"{first} is not finite for the calibration sample {self._reader.sample}",
+                hint="the fp32 model itself overflows on this input",
+            )
         return arrays
 
 
