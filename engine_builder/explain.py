@@ -295,7 +295,9 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     for part in difflib.get_close_matches(name.rpartition("/")[2], parts, _NEAREST, 0.6):
         found += _holding(part, known)
     nearest = list(dict.fromkeys(found))[:_NEAREST]
-    return f"nearest: {', '.join(nearest)}" if nearest else "list the names with: structures MODEL.onnx --json"
+    if not nearest:
+        return "list the names with: structures MODEL.onnx --json"
+    return f"nearest: {', '.join(nearest)}"
 
 
 def _holding(text: str, known: Sequence[str]) -> list[str]:
