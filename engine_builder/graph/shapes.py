@@ -27,8 +27,10 @@ _INTEGER_LIMIT = 256
 class ShapeOracle:
     """Shapes and shape-derived values of every tensor of ``model`` at ``input_shapes``.
 
+    They are derived when they are asked for, and kept: a changed model needs a new oracle.
+
     Args:
-        model: A topologically sorted model.
+        model: A model without cycles.
         input_shapes: The concrete shape of each graph input by name; inputs whose declared shape
             is static may be left out.
 
@@ -50,10 +52,7 @@ class ShapeOracle:
                     raise ConversionError(f"no shape is given for the dynamic input {value.name}")
                 given = [int(d) for d in dims if isinstance(d, int)]
             self._shapes[id(value)] = tuple(int(d) for d in given)
-        for value in model.graph.initializers.values():
-            self._constant(value)
-        for node in model.graph:
-            self._visit(node)
+        self._visited: set[int] = set()
 
     def shape(self, value: ir.Value) -> Shape:
         """The shape of ``value``.
@@ -61,6 +60,7 @@ class ShapeOracle:
         Raises:
             ConversionError: It could not be derived.
         """
+        self._derive(value)
         known = self._shape(value)
         if known is None:
             raise ConversionError(f"the shape of {value.name} could not be derived")
@@ -74,6 +74,7 @@ class ShapeOracle:
         Raises:
             ConversionError: It depends on the data of a graph input.
         """
+        self._derive(value)
         if id(value) in self._values:
             return self._values[id(value)]
         if value.const_value is not None:
@@ -96,6 +97,23 @@ class ShapeOracle:
         return self._values[id(value)]
 
     # Propagation -------------------------------------------------------------------------------
+
+    def _derive(self, value: ir.Value) -> None:
+        """Visits what ``value`` is computed from and no other node: large graphs are asked for little."""
+        pending = [value.producer()]
+        while pending:
+            node = pending[-1]
+            if node is None or id(node) in self._visited:
+                pending.pop()
+                continue
+            before = [v.producer() for v in node.inputs if v is not None]
+            waiting = [n for n in before if n is not None and id(n) not in self._visited]
+            if waiting:
+                pending.extend(waiting)
+                continue
+            pending.pop()
+            self._visited.add(id(node))
+            self._visit(node)
 
     def _constant(self, value: ir.Value) -> None:
         if value.const_value is not None:

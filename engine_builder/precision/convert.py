@@ -11,7 +11,6 @@ from typing import Any
 import onnx_ir as ir
 from onnx_ir.passes.common import (
     InlinePass,
-    LiftConstantsToInitializersPass,
     RemoveUnusedNodesPass,
     TopologicalSortPass,
 )
@@ -23,6 +22,7 @@ from engine_builder.graph.passes.bake_rotary import BakeRotaryPass, RotaryTable
 from engine_builder.graph.passes.decompose_attention import DecomposeAttentionPass
 from engine_builder.graph.passes.infer_types import InferTypesPass
 from engine_builder.graph.passes.insert_qdq import InsertQdqPass, LinearScale
+from engine_builder.graph.passes.lift_constants import LiftConstantsPass
 from engine_builder.graph.passes.name_nodes import NameNodesPass
 from engine_builder.graph.passes.remove_noops import RemoveNoopsPass
 from engine_builder.graph.passes.upgrade_opset import UpgradeOpsetPass
@@ -136,7 +136,8 @@ def retype(
     for miss in structures.near_misses:
         log.info("near miss: %s at %s: %s", miss.structure, miss.node, miss.reason)
     bake = BakeRotaryPass(structures.rotary if options.rotary == "baked" else (), lengths)
-    _run(model, [bake, TopologicalSortPass()], applied)
+    if options.rotary == "baked":
+        _run(model, [bake, TopologicalSortPass()], applied)
     selection: Selection | None = None
     if options.fp8 is not None:
         oracle = ShapeOracle(model, lengths[len(lengths) // 2])
@@ -189,6 +190,7 @@ def pass_versions() -> dict[str, int]:
             DecomposeAttentionPass,
             InferTypesPass,
             InsertQdqPass,
+            LiftConstantsPass,
             NameNodesPass,
             RemoveNoopsPass,
             UpgradeOpsetPass,
@@ -202,7 +204,7 @@ def normalizing_passes() -> list[ir.passes.PassBase]:
     return [
         InlinePass(),
         NameNodesPass(),
-        LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        LiftConstantsPass(),
         TopologicalSortPass(),
         InferTypesPass(),
         RemoveNoopsPass(),

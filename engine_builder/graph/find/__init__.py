@@ -24,10 +24,11 @@ def find_structures(model: ir.Model) -> Structures:
     what has none is taken for an integer.  A product that makes an angle (positions by frequencies)
     is part of the angle and no linear.
     """
-    norms, missed_norms = find_norms(model.graph)
-    rotary, fourier, missed_angles = find_angles(model.graph)
-    attention, missed_attention = find_attention(model.graph)
-    linears, missed_linears = find_linears(model.graph)
+    nodes = list(model.graph.all_nodes())
+    norms, missed_norms = find_norms(nodes)
+    rotary, fourier, missed_angles = find_angles(nodes)
+    attention, missed_attention = find_attention(nodes)
+    linears, missed_linears = find_linears(nodes)
     chains = (*(r.angle_nodes for r in rotary), *(f.angle_nodes for f in fourier))
     in_angles = {id(node) for chain in chains for node in chain}
     linears = [linear for linear in linears if id(linear.node) not in in_angles]

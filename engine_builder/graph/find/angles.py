@@ -7,6 +7,8 @@ because rounding anywhere on it moves the angle.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx_ir as ir
 
 from engine_builder.graph.find.rotations import MOVES, angle_ancestors, find_rotations
@@ -15,14 +17,14 @@ from engine_builder.graph.structures import FourierFeatures, NearMiss, RotaryEmb
 
 
 def find_angles(
-    graph: ir.Graph,
+    nodes: Sequence[ir.Node],
 ) -> tuple[list[RotaryEmbedding], list[FourierFeatures], list[NearMiss]]:
     """Every rotation and every Fourier feature block; unexplained trigonometry is a near miss."""
     fingerprints = Fingerprints()
-    rotations, missed = find_rotations(graph, fingerprints)
+    rotations, missed = find_rotations(nodes, fingerprints)
     explained = {id(trig) for rotation in rotations for trig in rotation.trig}
     pairs: dict[int, tuple[list[ir.Node], list[ir.Node]]] = {}
-    for node in graph.all_nodes():
+    for node in nodes:
         if is_op(node, "Cos", "Sin") and node.inputs[0] is not None and id(node) not in explained:
             cosines, sines = pairs.setdefault(fingerprints(node.inputs[0]), ([], []))
             (cosines if node.op_type == "Cos" else sines).append(node)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx_ir as ir
 
 from engine_builder.graph.reading import (
@@ -17,11 +19,11 @@ from engine_builder.graph.reading import (
 from engine_builder.graph.structures import AttentionCore, NearMiss
 
 
-def find_attention(graph: ir.Graph) -> tuple[list[AttentionCore], list[NearMiss]]:
+def find_attention(nodes: Sequence[ir.Node]) -> tuple[list[AttentionCore], list[NearMiss]]:
     """Every attention core; a softmax between other things than two products is a near miss."""
     found: list[AttentionCore] = []
     missed: list[NearMiss] = []
-    for node in graph.all_nodes():
+    for node in nodes:
         if is_op(node, "Attention"):
             match = _composite(node)
         elif is_op(node, "Softmax"):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx_ir as ir
 
 from engine_builder.graph.reading import attribute_int, constant, is_op, origin
 from engine_builder.graph.structures import Linear, NearMiss
 
 
-def find_linears(graph: ir.Graph) -> tuple[list[Linear], list[NearMiss]]:
+def find_linears(nodes: Sequence[ir.Node]) -> tuple[list[Linear], list[NearMiss]]:
     """Every MatMul or Gemm whose weight is a constant matrix, on either side, transposed or not."""
     found: list[Linear] = []
     missed: list[NearMiss] = []
-    for node in graph.all_nodes():
+    for node in nodes:
         if not is_op(node, "MatMul", "Gemm"):
             continue
         sides = [(i, w) for i, v in enumerate(node.inputs[:2]) if (w := _weight(v)) is not None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx_ir as ir
 
 from engine_builder.graph.find.attention import is_scale
@@ -28,12 +30,12 @@ _COMPOSITE = {
 }
 
 
-def find_norms(graph: ir.Graph) -> tuple[list[Norm], list[NearMiss]]:
-    """Every norm in ``graph``; a mean of squares that leads to no norm is a near miss."""
+def find_norms(nodes: Sequence[ir.Node]) -> tuple[list[Norm], list[NearMiss]]:
+    """Every norm among ``nodes``; a mean of squares that leads to no norm is a near miss."""
     found: list[Norm] = []
     missed: list[NearMiss] = []
     match: Norm | str | None
-    for node in graph.all_nodes():
+    for node in nodes:
         if node.op_type in _COMPOSITE and node.domain in ("", "ai.onnx"):
             match = _composite(node)
         elif is_op(node, "ReduceMean"):

@@ -7,7 +7,7 @@ cosine and sine are computed from an angle or read from constant tables.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
@@ -74,13 +74,13 @@ class _Term:
 
 
 def find_rotations(
-    graph: ir.Graph, fingerprints: Fingerprints
+    nodes: Sequence[ir.Node], fingerprints: Fingerprints
 ) -> tuple[list[RotaryEmbedding], list[NearMiss]]:
-    """Every rotation of ``graph``; sums that mix a cosine and a sine but rotate nothing are near misses."""
+    """Every rotation among ``nodes``; a sum of a cosine and a sine that rotates nothing is a near miss."""
     found: list[RotaryEmbedding] = []
     missed: list[NearMiss] = []
     halves: dict[frozenset[tuple[int, int]], tuple[ir.Node, _Term, _Term]] = {}
-    for node in graph.all_nodes():
+    for node in nodes:
         if is_op(node, "RotaryEmbedding"):
             match = _composite(node, fingerprints)
             if isinstance(match, str):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
@@ -44,13 +43,11 @@ class BakeRotaryPass(ir.passes.InPlacePass):
 
     The angle is evaluated in fp32 as the graph computes it, its cosine and sine in fp64, rounded to
     fp32.  A table is valid for every length up to that of the longest profile because row ``i`` does
-    not depend on the length; that is checked at the other lengths of the profiles and between them, not
-    assumed.
+    not depend on the length; that is checked at the shortest and at one between, not assumed.
 
     Args:
         rotary: The rotations whose angles to bake.
-        lengths: Input shapes by input name, for each length to check; the last one is the longest
-            and sizes the table.
+        lengths: Input shapes by input name, shortest first; the last ones size the table.
 
     Raises:
         ConversionError: An angle depends on input data, or on the length.
@@ -63,7 +60,7 @@ class BakeRotaryPass(ir.passes.InPlacePass):
     ) -> None:
         super().__init__()
         self._rotary = rotary
-        self._lengths = _with_midpoints(lengths)
+        self._lengths = _three(lengths)
         self.tables: tuple[RotaryTable, ...] = ()
         self.reads: tuple[ir.Node, ...] = ()
         """The nodes that take the rows of a table: they belong to the fp32 path of the rotation."""
@@ -90,10 +87,11 @@ class BakeRotaryPass(ir.passes.InPlacePass):
             if key not in made:
                 name = names.fresh(f"rotary_{trig.op_type.lower()}_table")
                 table = _initializer(graph, name, numbers)
-                counted = self._row_axis(rotation, angle, axis, oracles)
+                whole = _uncut(rotation.x)
+                counted = self._row_axis(whole, key[2], rotation, oracles)
                 read, count = table, None
                 if counted is not None:
-                    count = _count(graph, trig, rotation.x, counted, names.fresh(f"{name}.rows"))
+                    count = _count(graph, trig, whole, counted, names.fresh(f"{name}.rows"))
                     read = _slice(graph, trig, table, axis, count, names)
                 made[key] = _Made(table, read, count, [], int(numbers.shape[axis]), prepended)
             made[key].trig.append(trig.name or "")
@@ -150,35 +148,49 @@ class BakeRotaryPass(ir.passes.InPlacePass):
         return table, axis, rows - length
 
     def _row_axis(
-        self, rotation: RotaryEmbedding, angle: ir.Value, axis: int, oracles: Sequence[ShapeOracle]
+        self,
+        value: ir.Value,
+        rows: tuple[int, ...],
+        rotation: RotaryEmbedding,
+        oracles: Sequence[ShapeOracle],
     ) -> int | None:
-        """The axis of the rotated value, from the end, that has the angle's rows at every length.
+        """The axis of ``value``, from the end, that has ``rows`` at every length.
 
         None if the angle has the same rows at every length: its table is then read whole.
         """
-        rank = len(oracles[-1].shape(rotation.x))
-        for candidate in (-2, *(-i for i in range(3, rank + 1))):
-            if all(o.shape(rotation.x)[candidate] == o.evaluate(angle).shape[axis] for o in oracles):
+        for candidate in (-2, *(-i for i in range(3, len(oracles[-1].shape(value)) + 1))):
+            if tuple(o.shape(value)[candidate] for o in oracles) == rows:
                 return candidate
-        if len({o.evaluate(angle).shape[axis] for o in oracles}) == 1:
+        if len(set(rows)) == 1:
             return None
         raise ConversionError(
-            f"no axis of {rotation.x.name} has the rows of the angle {angle.name}",
+            f"no axis of {value.name} has the rows of the angle",
             where=f"node {rotation.name}",
             hint="set precision.rotary: computed",
         )
 
 
-def _with_midpoints(lengths: Sequence[Mapping[str, Sequence[int]]]) -> list[Mapping[str, Sequence[int]]]:
-    """``lengths`` with one more between each two: the shortest may be a single row, which proves nothing."""
-    found: list[Mapping[str, Sequence[int]]] = []
-    for shorter, longer in pairwise(lengths):
-        middle = {
-            name: [(low + high) // 2 for low, high in zip(shorter[name], longer[name], strict=True)]
-            for name in longer
+def _uncut(value: ir.Value) -> ir.Value:
+    """``value`` before any channels were cut from it: where to cut may be asked of the angle itself."""
+    node = value.producer()
+    while node is not None and is_op(node, "Slice", "Split") and node.inputs[0] is not None:
+        value = node.inputs[0]
+        node = value.producer()
+    return value
+
+
+def _three(lengths: Sequence[Mapping[str, Sequence[int]]]) -> list[Mapping[str, Sequence[int]]]:
+    """The shortest, one between, and the longest: the shortest may be a single row, which proves nothing."""
+    if len(lengths) < 2:
+        return list(lengths)
+    shortest, longest = lengths[0], lengths[-1]
+    between: Mapping[str, Sequence[int]] = lengths[len(lengths) // 2]
+    if len(lengths) == 2:
+        between = {
+            name: [(low + high) // 2 for low, high in zip(shortest[name], longest[name], strict=True)]
+            for name in longest
         }
-        found.extend((shorter, middle))
-    return [*found, *lengths[-1:]]
+    return [shortest, between, longest]
 
 
 def _dynamic_dims(lengths: Sequence[Mapping[str, Sequence[int]]]) -> list[list[int]]:

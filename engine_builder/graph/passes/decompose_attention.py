@@ -24,10 +24,12 @@ class DecomposeAttentionPass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         targets = [node for node in model.graph.all_nodes() if is_op(node, "Attention")]
+        if not targets:
+            return ir.passes.PassResult(model, False)
         names = Names(model.graph)
         for node in targets:
             _decompose(node, names)
-        return ir.passes.PassResult(model, bool(targets))
+        return ir.passes.PassResult(model, True)
 
 
 def _decompose(node: ir.Node, names: Names) -> None:

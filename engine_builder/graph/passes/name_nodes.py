@@ -19,12 +19,16 @@ class NameNodesPass(ir.passes.InPlacePass):
     version: ClassVar[int] = 1
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        names = Names(model.graph)
         seen: set[str] = set()
-        modified = False
+        nameless = []
         for node in model.graph.all_nodes():
             if not node.name or node.name in seen:
-                node.name = names.fresh(node.name or node.op_type)
-                modified = True
-            seen.add(node.name)
-        return ir.passes.PassResult(model, modified)
+                nameless.append(node)
+            else:
+                seen.add(node.name)
+        if not nameless:
+            return ir.passes.PassResult(model, False)
+        names = Names(model.graph)
+        for node in nameless:
+            node.name = names.fresh(node.name or node.op_type)
+        return ir.passes.PassResult(model, True)
