@@ -8,19 +8,13 @@ from typing import Any
 
 from engine_builder.cache import Cache
 from engine_builder.compile.backend import load_backend
+from engine_builder.conversion_stages import plan_conversion, plan_fidelity
+from engine_builder.engine_stages import engine_paths, plan_compile
 from engine_builder.file_memory import FileMemory
-from engine_builder.pipeline import (
-    Settings,
-    build_clock,
-    check_target,
-    engine_paths,
-    open_recipe,
-    plan_compile,
-    plan_conversion,
-    plan_fidelity,
-)
+from engine_builder.opening import check_target, open_recipe
 from engine_builder.plan import History, StagePlan
 from engine_builder.recipe import Recipe
+from engine_builder.stage_runner import Settings, StageRunner
 
 # Measured on two cores without a GPU, per GB of fp32 weights (1.84 GB and 5.8 GB models): converting
 # 2 to 4 s, compiling 14 to 23 s with three times the engine's size in memory at the peak.
@@ -49,7 +43,7 @@ def preview(recipe: Recipe, cache_folder: Path) -> dict[str, Any]:
     check_target(recipe, backend)
     settings = Settings(cache_folder)
     cache, history = Cache(cache_folder), History(cache_folder)
-    opened = open_recipe(recipe, cache, FileMemory(cache_folder / "hashes.json"), build_clock(settings))
+    opened = open_recipe(recipe, cache, FileMemory(cache_folder / "hashes.json"), StageRunner(settings))
     gigabytes = opened.source.weight_bytes / 1e9
     scope = str(engine_paths(recipe, recipe.target.sm[0]).engine.absolute())
     conversion = plan_conversion(opened, cache, history, scope)

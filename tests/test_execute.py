@@ -50,10 +50,10 @@ from engine_builder.execute.tensors import (
     uncovered,
 )
 from engine_builder.onnx_file import read_onnx
-from engine_builder.pipeline import Settings
 from engine_builder.pipeline import build as run_recipe
 from engine_builder.recipe import Build, Fidelity, Profile, ShapeRange, load_recipe
 from engine_builder.source_graph import TensorSpec
+from engine_builder.stage_runner import Settings
 from tests.recipes import write_recipe
 from verify.fidelity import reference_outputs
 from verify.inputs import input_specs

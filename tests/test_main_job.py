@@ -21,8 +21,9 @@ import pytest
 from engine_builder.cache import sha256_file
 from engine_builder.cli.app import main  # noqa: F401  (the command line imports)
 from engine_builder.manifest import Manifest, manifest_schema
-from engine_builder.pipeline import Outcome, Settings, build
+from engine_builder.pipeline import Outcome, build
 from engine_builder.recipe import load_recipe
+from engine_builder.stage_runner import Settings
 from tests.conftest import REPOSITORY, TINY_MODELS
 from tests.recipes import write_recipe
 from verify.report import verify_schema

@@ -12,10 +12,11 @@ import pytest
 import yaml
 
 from engine_builder.errors import RecipeError
-from engine_builder.pipeline import Settings, build
+from engine_builder.pipeline import build
 from engine_builder.recipe import load_recipe
 from engine_builder.recipe_writer import RecipeAnswers, dynamic_dimensions, is_dit, write_recipe_text
 from engine_builder.source import TensorSpec
+from engine_builder.stage_runner import Settings
 from tests.conftest import REPOSITORY, TINY_MODELS
 from tests.recipes import write_recipe
 

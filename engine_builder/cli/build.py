@@ -44,9 +44,9 @@ def build(
 ) -> None:
     """Build, verify and publish the engines of a recipe (the default command)."""
     from engine_builder.cli.console import summary
-    from engine_builder.pipeline import Settings
     from engine_builder.pipeline import build as run_recipe
     from engine_builder.recipe import for_targets, load_recipe
+    from engine_builder.stage_runner import Settings
     from engine_builder.supply_chain.image import recorded_image
 
     screen = SESSION.screen()
@@ -82,8 +82,9 @@ def convert(
     log_format: LogFormat = "text",
 ) -> None:
     """Convert the recipe's model to its precision, without compiling it."""
-    from engine_builder.pipeline import Settings, convert_only
+    from engine_builder.pipeline import convert_only
     from engine_builder.recipe import load_recipe
+    from engine_builder.stage_runner import Settings
 
     screen = SESSION.screen()
     facts = convert_only(

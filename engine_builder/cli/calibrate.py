@@ -52,11 +52,12 @@ def calibrate(
     and so does every report of an engine built with it.
     """
     from engine_builder.events import Event
-    from engine_builder.pipeline import Settings, recipe_source
+    from engine_builder.opening import recipe_source
     from engine_builder.quantize.calibration import CalibrationOptions
     from engine_builder.quantize.calibration import calibrate as measure
     from engine_builder.quantize.scales import save_scales
     from engine_builder.recipe import load_recipe
+    from engine_builder.stage_runner import Settings
 
     screen = SESSION.screen()
     asked = load_recipe(recipe)
