@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from engine_builder.errors import SourceModelError
+from engine_builder.one_line import one_line, place
 from verify.counts import LayerCounts
 from verify.identity import Check, Status
 
@@ -196,14 +198,52 @@ def read_report(path: Path) -> VerifyReport:
     return VerifyReport.model_validate_json(path.read_text(encoding="utf-8"))
 
 
-def differences(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """The leaves in which two reports differ, as (path, in a, in b), in the order of ``a``."""
+def load_report(path: Path) -> VerifyReport:
+    """The report at ``path``, for a user who named it.
+
+    Raises:
+        SourceModelError: It cannot be read, is cut short, or is not a report of this schema.
+    """
+    try:
+        return read_report(path)
+    except OSError as error:
+        raise SourceModelError(f"cannot be read: {error.strerror}", where=place(path)) from error
+    except ValidationError as error:
+        fault = error.errors()[0]
+        at = ".".join(one_line(str(part)) for part in fault["loc"])
+        reason = f"{at}: {fault['msg']}" if at else fault["msg"]
+    except ValueError as error:  # not UTF-8
+        reason = str(error)
+    raise SourceModelError(
+        f"is no report of {SCHEMA}: {one_line(reason, 200)}",
+        where=place(path),
+        hint="it is damaged, or another version wrote it",
+    )
+
+
+def differences(a: Any, b: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """The leaves in which two reports differ, as (path, in a, in b), in the order of ``a``.
+
+    Entries of lists that have a name (``name`` of a check, ``subject`` of a failure) are compared by
+    it, wherever they stand.
+    """
+    left, right = _by_name(a), _by_name(b)
+    if not isinstance(left, Mapping) or not isinstance(right, Mapping):
+        return [] if a == b else [(prefix, a, b)]
     found: list[tuple[str, Any, Any]] = []
-    for key in [*a, *(k for k in b if k not in a)]:
-        left, right = a.get(key), b.get(key)
+    for key in [*left, *(k for k in right if k not in left)]:
         path = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(left, Mapping) and isinstance(right, Mapping):
-            found.extend(differences(left, right, path))
-        elif left != right:
-            found.append((path, left, right))
+        found.extend(differences(left.get(key), right.get(key), path))
     return found
+
+
+def _by_name(value: Any) -> Any:
+    """A list of named entries as a mapping; anything else as it is."""
+    if not isinstance(value, list | tuple) or not value:
+        return {} if isinstance(value, list | tuple) else value
+    for key in ("name", "subject"):
+        if all(isinstance(entry, Mapping) and key in entry for entry in value):
+            names = [str(entry[key]) for entry in value]
+            if len(set(names)) == len(names):
+                return dict(zip(names, value, strict=True))
+    return value

@@ -19,6 +19,7 @@ from engine_builder.cli.recipes import init, plan
 from engine_builder.cli.session import SESSION
 from engine_builder.cli.stopping import stop_on_signals
 from engine_builder.cli.supply_chain import image_facts, provenance, sbom, verify_provenance
+from engine_builder.cli.verify import schema, verify
 from engine_builder.errors import BuilderError, Interrupted, ResourceError
 
 
@@ -58,7 +59,9 @@ for command in (
     provenance,
     sample,
     sbom,
+    schema,
     structures,
+    verify,
     verify_provenance,
 ):
     app.command()(command)
