@@ -11,9 +11,10 @@ from pydantic import ValidationError
 
 from engine_builder.cache import Cache
 from engine_builder.compile.isolated import read_layer_table
+from engine_builder.conversion_stages import CONVERTED
+from engine_builder.engine_stages import LAYERS
 from engine_builder.errors import SourceModelError
 from engine_builder.manifest import Manifest
-from engine_builder.pipeline import CONVERTED, LAYERS
 from engine_builder.publish import OutputPaths
 from verify.layers import LayerRecord
 from verify.report import VerifyReport, read_report
