@@ -7,7 +7,7 @@ SHELL := /bin/bash
 VENV := .venv
 CALIBRATE_VENV := .venv-calibrate
 LOCK_VENV := .venv-lock
-SOURCES := entrypoint.py engine_builder verify tests benchmarks
+SOURCES := entrypoint.py engine_builder verify tests benchmarks docker
 
 # The first Python that is 3.11 or 3.12 and can make virtual environments; failing that, the first of the
 # right version, so that the message can name what it lacks. Override: make PYTHON=/path/to/python smoke
@@ -30,7 +30,11 @@ DEV_STAMP := $(VENV)/.dev-$(call key,requirements/rtx.txt requirements/dev.txt)
 CALIBRATE_STAMP := $(CALIBRATE_VENV)/.calibrate-$(call key,requirements/calibrate.txt requirements/torch*.txt)
 LOCK_STAMP := $(LOCK_VENV)/.lock-$(call key,requirements/lock.txt)
 
-.PHONY: bench docs help smoke test lint bundle kubernetes calibrate-env lock clean venv venv-dev python
+# The scripts in docker/ read these from the environment.
+export BASE BACKEND BUILDER CALIBRATE NO_CACHE REPEAT TAG
+
+.PHONY: bench docs help smoke test lint bundle kubernetes calibrate-env lock clean venv venv-dev python \
+	crash hostile image image-test lock-base sbom
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +62,25 @@ bundle: $(RUNTIME_STAMP)  ## Gather a signed bundle for a closed site (IMAGE=ima
 kubernetes: $(RUNTIME_STAMP)  ## Write deploy/kubernetes anew from the recipes
 	$(VENV)/bin/python entrypoint.py k8s $(sort $(wildcard recipes/sa3-*_fp16.yaml recipes/sa3-*_bf16.yaml)) \
 		--sm 89,90,120 --image sa3-builder:0.1.0 --source-gb 5.8 --out deploy/kubernetes
+
+crash: $(DEV_STAMP)  ## Kill 200 builds at random moments; every later run must be right (KILLS=200)
+	$(VENV)/bin/python -m tests.crash --kills $(or $(KILLS),200)
+
+hostile: $(DEV_STAMP)  ## Feed the builder hostile files; print exit code, peak memory and time of each
+	$(VENV)/bin/python -m tests.hostile
+
+image:  ## Build the image (BUILDER=docker or buildah, BASE=26.08, BACKEND=tensorrt_rtx, CALIBRATE=1, TAG=...)
+	docker/image.sh
+
+image-test:  ## Build the image on a stand-in base and an engine in it, offline (BUILDER=docker or buildah)
+	docker/image-test.sh
+
+lock-base:  ## Pin the base images' digests (where their registry can be reached)
+	@python3 docker/base_images.py lock
+
+sbom: $(RUNTIME_STAMP)  ## Write sbom.cdx.json, the bill of materials of .venv (CycloneDX)
+	$(VENV)/bin/python entrypoint.py sbom --lock requirements/build.txt --lock requirements/dev.txt \
+		--out sbom.cdx.json
 
 calibrate-env: $(CALIBRATE_STAMP)  ## Make .venv-calibrate, with ModelOpt and torch, for fp8 calibration
 
