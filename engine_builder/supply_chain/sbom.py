@@ -109,11 +109,20 @@ def _component(
     name: str, distribution: metadata.Distribution, pin: tuple[str, tuple[str, ...]] | None
 ) -> dict[str, Any]:
     purl = _reference(distribution)
-    found = {"type": "library", "bom-ref": purl, "name": name, "version": distribution.version, "purl": purl}
+    found: dict[str, Any] = {
+        "type": "library",
+        "bom-ref": purl,
+        "name": name,
+        "version": distribution.version,
+        "purl": purl,
+    }
     summary = _field(distribution, "Summary")
     if summary and summary != "UNKNOWN":
         found["description"] = summary
     licence = _licence(distribution)
+    archive = _archive_hash(distribution)
+    if archive is not None:
+        found["hashes"] = [{"alg": "SHA-256", "content": archive}]
     locked = pin is not None and pin[0] == distribution.version
     properties = [{"name": f"{_PROPERTY}:locked", "value": "true" if locked else "false"}]
     if pin is not None and locked:
@@ -124,6 +133,16 @@ def _component(
         value = hashlib.sha256("\n".join(sorted(record.splitlines())).encode()).hexdigest()
         properties.append({"name": f"{_PROPERTY}:record-sha256", "value": value})
     return {**found, **({"licenses": licence} if licence else {}), "properties": properties}
+
+
+def _archive_hash(distribution: metadata.Distribution) -> str | None:
+    """The hash of the wheel that it was installed from, where the installer noted it (PEP 610)."""
+    noted = distribution.read_text("direct_url.json")
+    if noted is None:
+        return None
+    archive = json.loads(noted).get("archive_info", {})
+    value = archive.get("hashes", {}).get("sha256") or archive.get("hash", "").removeprefix("sha256=")
+    return str(value) if value else None
 
 
 def _field(distribution: metadata.Distribution, name: str) -> str | None:
