@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import onnx_ir as ir
 
-from engine_builder.graph.reading import is_float, origin
+from engine_builder.graph.reading import is_float, is_op, origin
 from engine_builder.graph.structures import Structures
 from engine_builder.precision.islands import residual_adds
 
@@ -30,7 +30,7 @@ def find_blocks(graph: ir.Graph, structures: Structures) -> Mapping[int, int]:
         bits = 0
         for output in node.outputs:
             # A size that is read from one block's activations and used in all makes nothing shared.
-            for use in output.uses() if is_float(output) else ():
+            for use in output.uses() if is_float(output) or is_op(node, "QuantizeLinear") else ():
                 bits |= branch_of.get(id(use.node)) or reached.get(id(use.node), 0)
         reached[id(node)] = bits
     blocks = _number(sums, [reached.get(id(core.pv), 0) for core in structures.attention])

@@ -137,25 +137,23 @@ def line_plot(
     x_label: str,
     y_label: str,
     limit: tuple[float, str] | None = None,
-    logarithmic: bool = True,
 ) -> Markup:
-    """Lines over categories, which are spaced evenly.
+    """Lines over categories, which are spaced evenly, on a logarithmic axis of values.
 
-    Args:
-        limit: A value and what it is called, drawn as a line across.
-        logarithmic: Powers of ten on the value axis; what is not above zero is drawn at its foot.
+    ``limit`` is a value and what it is called, drawn as a line across.  A value that is not above zero
+    is drawn at the axis's foot, one that could not be measured as a cross at its top.
     """
     categories = list(dict.fromkeys(category for s in series for category, _ in s.points))
     values = [v for s in series for _, v in s.points if v is not None]
-    axis = _Axis.over(values + ([limit[0]] if limit else []), logarithmic=logarithmic)
+    axis = _Axis.over(values + ([limit[0]] if limit else []))
     step = (WIDTH - _LEFT - _RIGHT) / max(len(categories), 1)
     x_of = {category: _LEFT + step * (index + 0.5) for index, category in enumerate(categories)}
     skip = math.ceil(len(categories) / _FEW)
     drawn: list[Child] = [tag("title", title)]
     for tick in axis.ticks():
-        y = axis.place(tick)
+        y = axis.place(10.0**tick)
         drawn.append(tag("line", x1=_LEFT, x2=WIDTH - _RIGHT, y1=y, y2=y, class_="grid"))
-        drawn.append(tag("text", axis.spell(tick), x=_LEFT - 6, y=y + 4, class_="end"))
+        drawn.append(tag("text", _spell_power(tick), x=_LEFT - 6, y=y + 4, class_="end"))
     for category in categories[::skip]:
         drawn.append(tag("text", category, x=x_of[category], y=HEIGHT - _BOTTOM + 18, class_="middle"))
     drawn.append(tag("text", x_label, x=(_LEFT + WIDTH - _RIGHT) / 2, y=HEIGHT - 8, class_="middle name"))
@@ -231,35 +229,28 @@ def _series_legend(series: Sequence[Series]) -> Markup:
 
 @dataclass(frozen=True)
 class _Axis:
-    """The value axis: from ``low`` to ``high``, of logarithms where ``logarithmic``."""
+    """The value axis, from ten to the power ``low`` to ten to the power ``high``."""
 
-    low: float
-    high: float
-    logarithmic: bool
+    low: int
+    high: int
 
     @classmethod
-    def over(cls, values: Sequence[float], *, logarithmic: bool) -> _Axis:
-        if not logarithmic:
-            low, high = min(values, default=0.0), max(values, default=1.0)
-            margin = (high - low) * 0.1 or abs(high) * 0.01 or 1.0
-            return cls(low - margin, high + margin, False)
+    def over(cls, values: Sequence[float]) -> _Axis:
         powers = [math.log10(v) for v in values if v > 0 and math.isfinite(v)]
         low, high = math.floor(min(powers, default=-8.0)), math.ceil(max(powers, default=0.0))
-        return cls(low, max(high, low + 1), True)
+        return cls(low, max(high, low + 1))
 
     def place(self, value: float) -> float:
-        if self.logarithmic:
-            value = math.log10(value) if value > 0 else self.low
-        share = (value - self.low) / (self.high - self.low)
+        """The height of ``value`` in the plot's units."""
+        power = math.log10(value) if value > 0 else self.low
+        share = (power - self.low) / (self.high - self.low)
         return HEIGHT - _BOTTOM - min(max(share, 0.0), 1.0) * (HEIGHT - _BOTTOM - _TOP)
 
-    def ticks(self) -> list[float]:
-        if self.logarithmic:
-            powers = range(int(self.low), int(self.high) + 1)
-            return [10.0**p for p in powers[:: math.ceil(len(powers) / _FEW)]]
-        return [self.low + (self.high - self.low) * i / 4 for i in range(5)]
+    def ticks(self) -> list[int]:
+        """The powers that are labelled."""
+        powers = range(self.low, self.high + 1)
+        return list(powers[:: math.ceil(len(powers) / _FEW)])
 
-    def spell(self, tick: float) -> str:
-        if self.logarithmic:
-            return f"1e{round(math.log10(tick))}" if tick < 0.01 or tick > 1000 else f"{tick:g}"
-        return f"{tick:.5g}"
+
+def _spell_power(power: int) -> str:
+    return f"{10.0**power:g}" if -3 < power < 4 else f"1e{power}"

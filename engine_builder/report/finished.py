@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 from pydantic import ValidationError
 
 from engine_builder.cache import Cache
@@ -16,6 +17,8 @@ from engine_builder.engine_stages import LAYERS
 from engine_builder.errors import SourceModelError
 from engine_builder.manifest import Manifest
 from engine_builder.publish import OutputPaths
+from engine_builder.report.precision_map import build_map
+from engine_builder.report.subject import Subject, origin_of
 from verify.layers import LayerRecord
 from verify.report import VerifyReport, read_report
 
@@ -76,6 +79,16 @@ def find_evidence(report: VerifyReport, cache: Cache) -> Evidence | None:
     if compiled is None:
         return None
     return Evidence(conversion / CONVERTED, read_layer_table((compiled / LAYERS).read_text()).layers)
+
+
+def finished_subject(build: Finished, cache: Cache) -> Subject:
+    """The build with its precision map, if the cache still holds what that is made from."""
+    evidence = find_evidence(build.report, cache)
+    return Subject(
+        report=build.report,
+        origin=None if build.manifest is None else origin_of(build.manifest),
+        map=None if evidence is None else build_map(ir.load(evidence.converted), evidence.layers),
+    )
 
 
 def _entry(cache: Cache, prefix: str, wanted: Callable[[Mapping[str, Any]], Any]) -> Path | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from engine_builder.report.figures import legend, type_class
+from engine_builder.report.figures import type_class
 from engine_builder.report.markup import Child, Markup, tag
 from engine_builder.report.precision_map import KINDS, MappedStructure
 from engine_builder.report.sections import numbers, section
@@ -25,12 +25,14 @@ def precision_map(subject: Subject) -> Markup:
     structures = subject.map.structures
     inside = [s for s in structures if s.block is not None]
     outside = [s for s in structures if s.block is None]
-    parts: list[Child] = [legend(dict.fromkeys(s.type for s in structures))]
+    beside: list[Child] = []
     if inside:
-        parts.append(tag("div", _grid(inside, subject.map.blocks, subject.fault), class_="wide"))
+        beside.append(tag("div", _grid(inside, subject.map.blocks, subject.fault), class_="wide"))
     if outside:
-        parts.append(tag("h3", "Outside the blocks") if inside else None)
-        parts.append(tag("ul", [_chip(s, subject.fault(s)) for s in outside], class_="chips"))
+        heading = tag("h3", "Outside the blocks") if inside else None
+        chips = tag("ul", [_chip(s, subject.fault(s)) for s in outside], class_="chips")
+        beside.append(tag("div", heading, chips, class_="outside"))
+    parts: list[Child] = [tag("div", beside, class_="beside")]
     by_place = [
         (f"Block {block}", [s for s in inside if s.block == block]) for block in range(subject.map.blocks)
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from engine_builder.report.figures import Bar, Series, bars, legend, line_plot
@@ -123,7 +123,7 @@ def checks(subject: Subject) -> Markup:
         "table",
         _head("Check", "Result", "Holds for"),
         tag("tbody", [_check_row(check) for check in rows]),
-        class_="stack",
+        class_="stack checks",
     )
     return section(
         "checks",
@@ -270,72 +270,91 @@ def engine(subject: Subject) -> Markup | None:
         rows = [Bar(dtype, ((dtype, count),), str(count)) for dtype, count in (counts or {}).items()]
         parts.append(bars(rows, (what, "layers"), title) if rows else tag("p", f"{title}: none."))
     rows = [Bar(tag("code", kind), (("other", count),), str(count)) for kind, count in kinds]
-    parts.append(bars(rows, ("kind", "layers"), "Layers by TensorRT's own kinds"))
     return section(
         "engine",
         "What the engine is made of",
         f"{report.total_layers} layers, read from the {report.layer_source}. TensorRT merges linears that "
         "share an input, so that there are fewer matrix products than linears.",
-        tag("div", parts, class_="columns"),
+        tag(
+            "div",
+            tag("div", parts),
+            bars(rows, ("kind", "layers"), "Layers by TensorRT's own kinds"),
+            class_="columns",
+        ),
     )
 
 
 def weights(subject: Subject) -> Markup | None:
     if subject.map is None or not subject.map.weights:
         return None
-    entries = subject.map.weights
-    dtypes = list(dict.fromkeys(w.type for w in sorted(entries, key=lambda w: -w.bytes)))
-    total = sum(w.bytes for w in entries)
-    of_type = {d: sum(w.bytes for w in entries if w.type == d) for d in dtypes}
+    sizes = {(w.block, w.type): w.bytes for w in subject.map.weights}
+    total = sum(sizes.values())
+    blocks = list(dict.fromkeys(block for block, _ in sizes))
+    of_type = {d: sum(n for (_, dtype), n in sizes.items() if dtype == d) for _, d in sizes}
+    dtypes = sorted(of_type, key=lambda d: -of_type[d])
     by_type = [
-        Bar(dtype, ((dtype, size),), megabytes(size), (f"{100 * size / total:.1f} %",))
-        for dtype, size in of_type.items()
+        Bar(dtype, ((dtype, of_type[dtype]),), megabytes(of_type[dtype]), (_share(of_type[dtype], total),))
+        for dtype in dtypes
     ]
-    blocks = list(dict.fromkeys(w.block for w in entries))
-    by_block = []
-    for block in blocks:
-        sizes = {w.type: w.bytes for w in entries if w.block == block}
-        by_block.append(
-            Bar(
-                "outside blocks" if block is None else f"block {block}",
-                tuple((dtype, sizes.get(dtype, 0)) for dtype in dtypes),
-                megabytes(sum(sizes.values())),
-            )
+    by_block = [
+        Bar(
+            _block(block),
+            tuple((dtype, sizes.get((block, dtype), 0)) for dtype in dtypes),
+            megabytes(sum(sizes.get((block, dtype), 0) for dtype in dtypes)),
         )
-    shown = [d for d in dtypes if of_type[d] >= total / 1000] or dtypes
+        for block in blocks
+    ]
+    cells = [
+        tag(
+            "tr",
+            tag("th", _block(block), scope="row"),
+            [tag("td", f"{sizes.get((block, dtype), 0):,}") for dtype in dtypes],
+        )
+        for block in blocks
+    ]
+    table = tag("table", _head("bytes", *dtypes), tag("tbody", cells), class_="numbers")
     engine_file = subject.report.engine_file
     return section(
         "weights",
         "Where the bytes are",
         f"{megabytes(total)} of constants in the converted model"
         + (f", {megabytes(engine_file.bytes)} in the engine file." if engine_file else "."),
-        legend(shown),
+        legend(dtypes),
         tag(
             "div",
             bars(by_type, ("type", "size", "share"), "By type"),
             bars(by_block, ("block", "size"), "By block of the transformer"),
             class_="columns",
         ),
+        numbers(tag("div", table, class_="wide"), "Bytes by block and type"),
     )
+
+
+def _block(block: int | None) -> str:
+    return "outside blocks" if block is None else f"block {block}"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else ""
 
 
 def sensitivity(subject: Subject) -> Markup | None:
     found = (subject.report.conversion or {}).get("sensitivity")
     if not found:
         return None
-    left_out = set(found["left_out"])
+    left_out, trunk = set(found["left_out"]), str(subject.report.precision.get("trunk"))
     ranking = found["ranking"]
     rows = [
         Bar(
             (tag("code", r["linear"]), " left out" if r["linear"] in left_out else ""),
-            (("fp16" if r["linear"] in left_out else "fp8", max(r["cost"], 0.0)),),
+            ((trunk if r["linear"] in left_out else "fp8", max(r["cost"], 0.0)),),
             f"{r['cost']:.2e}",
         )
         for r in ranking
     ]
     longest = max((max(r["cost"], 0.0) for r in ranking), default=0.0)
     frontier = [
-        Series("worst cosine", tuple((str(p["left_out"]), p["worst_cosine"]) for p in found["frontier"]))
+        Series("whole sweep", tuple((str(p["left_out"]), 1 - p["worst_cosine"]) for p in found["frontier"]))
     ]
     points = [
         tag("tr", tag("td", str(p["left_out"])), tag("td", _cosine(p["worst_cosine"])))
@@ -352,10 +371,9 @@ def sensitivity(subject: Subject) -> Markup | None:
         numbers(more, f"The other {len(rows) - _TOP}") if more else None,
         line_plot(
             frontier,
-            title="Worst cosine by the number of linears left out",
+            title="1 − worst cosine by the number of linears left out of fp8",
             x_label="linears left out",
-            y_label="worst cosine",
-            logarithmic=False,
+            y_label="1 − worst cosine",
         ),
         numbers(
             tag("table", _head("left out", "worst cosine"), tag("tbody", points), class_="numbers"),
@@ -405,7 +423,7 @@ def interface(subject: Subject) -> Markup | None:
     rows = []
     for mode in ("inputs", "outputs", "unknown"):
         for io in contract.get(mode, ()):
-            ranges = [f"{p['min']} … {p['opt']} … {p['max']}" for p in io["profiles"]] or [str(io["shape"])]
+            ranges = [_range(p) for p in io["profiles"]] or [_shape(io["shape"])]
             rows.append(
                 tag(
                     "tr",
@@ -501,6 +519,15 @@ def numbers(content: Child, summary: str) -> Markup:
     return tag("details", tag("summary", summary), content)
 
 
+def _range(profile: Mapping[str, Sequence[int]]) -> str:
+    """The least, typical and greatest shape of a profile; one where they are the same."""
+    return " … ".join(dict.fromkeys(_shape(profile[bound]) for bound in ("min", "opt", "max")))
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "×".join("?" if size < 0 else str(size) for size in shape) or "scalar"
+
+
 def _head(*headings: str) -> Markup:
     return tag("thead", tag("tr", [tag("th", heading, scope="col") for heading in headings]))
 
@@ -539,5 +566,5 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 120 else f"{int(seconds // 60)} min {int(seconds % 60)} s"
 
 
-def _shapes(shapes: Mapping[str, Iterable[int]]) -> str:
-    return ", ".join(f"{name} {'×'.join(map(str, shape))}" for name, shape in shapes.items())
+def _shapes(shapes: Mapping[str, Sequence[int]]) -> str:
+    return ", ".join(f"{name} {_shape(shape)}" for name, shape in shapes.items())
