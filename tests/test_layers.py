@@ -301,6 +301,21 @@ def test_fused_attention_is_told_from_gemms(name: str, layer_type: str, tactic: 
     assert layer.is_gemm is (layer_type == "gemm")
 
 
+@pytest.mark.parametrize("extra", ["int32", "int64", "bool"])
+def test_integers_of_a_fused_kernel_are_not_its_values(extra: str) -> None:
+    """A mask and a guard against empty rows, as TensorRT-RTX 1.7.1 lists the kernel for sm_89."""
+    tensors = (
+        TensorRecord("q", "fp16", (2, -1, 64)),
+        TensorRecord("k", "fp16", (2, 64, 257)),
+        TensorRecord("mask", "fp16", (1, 1, 1, 257)),
+        TensorRecord("v", "bf16", (2, 257, 64)),
+        TensorRecord("sizes", extra, (1, 1, 11)),
+    )
+    assert LayerRecord("_gemm_mha_v2_myl1_47", "kgen", tensors).qkv_dtypes == ("fp16", "fp16", "bf16")
+    # Nothing is said of a kernel that shows two tensors and integers.
+    assert LayerRecord("_gemm_mha_v2_myl1_47", "kgen", (*tensors[:2], tensors[4])).qkv_dtypes == ()
+
+
 def test_product_dtype_is_that_of_the_weight() -> None:
     """to_out of a self attention with the gate folded in, as TensorRT-RTX 1.7.1 lists it for sm_89."""
     layer = LayerRecord(

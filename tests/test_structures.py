@@ -99,7 +99,7 @@ HEAD = "(float[1,T,64] x) => (float[1,T,64] y)"
 GAIN = np.linspace(0.5, 1.5, 64, dtype=np.float32)
 NORM_CONSTANTS: dict[str, Any] = {
     "two": 2.0, "one": 1.0, "eps": 1e-6, "half": -0.5, "g": GAIN, "b": GAIN, "last": [-1], "axis2": [2],
-    "tiny": 1e-12, "root": 8.0,
+    "tiny": 1e-12, "root": 8.0, "scale": 0.125, "size": 64.0,
 }  # fmt: skip
 
 NORM_SPELLINGS: dict[str, tuple[int, str]] = {
@@ -172,8 +172,39 @@ def test_an_rms_norm_is_found_in_every_spelling(spelling: str, typed: bool) -> N
             "g",
         ),
         ("l = ReduceL2(x, last) c = Max(l, tiny) y = Div(x, c)", "l2", None),
+        ("l = ReduceL2(x, last) m = Mul(l, scale) c = Clip(m, eps) n = Div(x, c) y = Mul(n, g)", "l2", "g"),
+        (
+            "l = ReduceL2(x, last) q = Pow(l, two) m = Div(q, size) e = Add(m, eps) r = Sqrt(e)"
+            "i = Div(one, r) n = Mul(x, i) y = Mul(n, g)",
+            "l2",
+            "g",
+        ),
+        (
+            "q = Mul(x, x) l = ReduceSum(q, last) m = Mul(l, scale) e = Add(m, eps) r = Sqrt(e)"
+            "i = Reciprocal(r) n = Mul(x, i) y = Mul(n, g)",
+            "l2",
+            "g",
+        ),
+        ("l = ReduceSumSquare(x, last) m = Div(l, size) r = Sqrt(m) y = Div(x, r)", "l2", None),
+        (
+            "l = ReduceL2 <keepdims = 0> (x, last) k = Unsqueeze(l, last) c = Max(k, tiny) y = Div(x, c)",
+            "l2",
+            None,
+        ),
     ],
-    ids=["no gain", "LayerNormalization", "layer", "layer, unmerged", "length", "length, no gain"],
+    ids=[
+        "no gain",
+        "LayerNormalization",
+        "layer",
+        "layer, unmerged",
+        "length",
+        "length, no gain",
+        "length by the root of its size",
+        "mean square from a length",
+        "mean square from a sum",
+        "sum of squares",
+        "length without its axis",
+    ],
 )
 def test_other_norms(nodes: str, kind: str, gain: str | None) -> None:
     found = structures(graph(f"{HEAD} {{ {nodes} }}", NORM_CONSTANTS, opset=18))
@@ -182,6 +213,18 @@ def test_other_norms(nodes: str, kind: str, gain: str | None) -> None:
     assert (None if norm.gain is None else norm.gain.name) == gain
     integers = {"s"} if kind == "l2" else set()
     assert names(norm.nodes) == {n.split("=")[0].split()[-1] for n in nodes.split(")") if "(" in n} - integers
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "l = ReduceL2(x, last) y = Mul(l, g)",  # a length that is read for itself
+        "l = ReduceSum(x, last) y = Div(x, l)",  # shares of a sum: no square in it
+        "q = Pow(x, two) l = ReduceSum(q, last) r = Sqrt(l) z = Neg(x) y = Div(z, r)",
+    ],
+)
+def test_what_a_length_divides_otherwise_is_no_norm(nodes: str) -> None:
+    assert structures(graph(f"{HEAD} {{ {nodes} }}", NORM_CONSTANTS, opset=18)).norms == ()
 
 
 def test_a_scale_behind_a_norm_without_gain_is_no_gain() -> None:

@@ -48,6 +48,7 @@ _DTYPES: Final[Mapping[str, str]] = {
 # Myelin's own kernel names: _gemm_mha_v2_myl1_24, _gemv_mha_v1 where one query row is known.
 # Anchored, because a plain GEMM is named after its ONNX node, as in /layers.0/mha/key/MatMul.
 _FUSED_ATTENTION: Final = re.compile(r"_*(?:mye\d+_)?(?:gem[mv]_|f)?mha(?:_|$)")
+_INDICES: Final = frozenset({"int32", "int64", "bool"})
 _FUSED_ATTENTION_TACTIC: Final = re.compile(r"(?:^|_)f?mha(?:_|$)")
 # __myl_FcCastMulAdd_myl1_24: abbreviated operators in the order in which they run.
 _GENERATED_KERNEL: Final = re.compile(r"__myl_((?:[A-Z][a-z0-9]*)+)")
@@ -117,11 +118,13 @@ class LayerRecord:
         """Types of q, k and v of a fused attention kernel; empty for any other layer.
 
         They tell the type of the attention.  The output does not: it turns FP8 as soon as the
-        kernel absorbs the next linear's quantize.  A mask, if there is one, stands before v.
+        kernel absorbs the next linear's quantize.  A mask, if there is one, stands before v; where
+        a kernel guards against rows without keys, integers that it works with come behind v.
         """
-        if not self.is_fused_attention or len(self.inputs) < 3:
+        data = [t.dtype for t in self.inputs if t.dtype not in _INDICES]
+        if not self.is_fused_attention or len(data) < 3:
             return ()
-        return self.inputs[0].dtype, self.inputs[1].dtype, self.inputs[-1].dtype
+        return data[0], data[1], data[-1]
 
     @property
     def is_gemm(self) -> bool:

@@ -13,7 +13,7 @@ from engine_builder.graph.structures import Structures
 
 __all__ = ["FINDERS_VERSION", "find_structures", "require_dit"]
 
-FINDERS_VERSION = 2
+FINDERS_VERSION = 3
 """Raised when other nodes may be found: what is kept in fp32 depends on it."""
 
 

@@ -40,7 +40,7 @@ def find_norms(nodes: Sequence[ir.Node]) -> tuple[list[Norm], list[NearMiss]]:
             match = _composite(node)
         elif is_op(node, "ReduceMean"):
             match = _decomposed(node)
-        elif is_op(node, "ReduceL2"):
+        elif is_op(node, *_LENGTHS):
             match = _by_length(node)
         else:
             continue
@@ -186,31 +186,55 @@ def _decomposed(mean: ir.Node) -> Norm | str | None:
 
 
 def _by_length(length: ir.Node) -> Norm | None:
-    """``x / max(||x||, epsilon)``, then scaled: its epsilon of 1e-12 would be zero in fp16."""
-    x = length.inputs[0]
-    if x is None or attribute_int(length, "keepdims", 1) != 1:
+    """``x / max(||x||, epsilon)``, then scaled: its epsilon of 1e-12 would be zero in fp16.
+
+    The length may be scaled, squared, bounded and inverted on its way: ``||x|| / sqrt(n)`` is the root
+    of the mean square.  None if the length serves another end.
+    """
+    x = _square_of(producer(length.inputs[0])) if is_op(length, "ReduceSum") else length.inputs[0]
+    if x is None:
         return None
-    nodes = [length]
+    x = origin(x)
+    square = producer(length.inputs[0]) if is_op(length, "ReduceSum") else None
+    nodes = [length] if square is None else [square, length]
     epsilon = 0.0
     value = length.outputs[0]
-    for _ in range(3):
-        for node, index in readers(value):
-            if is_op(node, "Div") and index == 1 and _is(node.inputs[0], origin(x)):
+    for _ in range(_FAR):
+        following = list(readers(value))
+        for node, index in following:
+            divides = is_op(node, "Div") and index == 1
+            if (divides or is_op(node, "Mul")) and _is(other_operand(node, index), x):
                 nodes.append(node)
                 gained = _gain(node.outputs[0])
                 more, gain = gained if gained is not None else ([], None)
                 nodes.extend(more)
-                return Norm("l2", tuple(nodes), origin(x), nodes[-1].outputs[0], gain, epsilon)
-        following = _only(readers(value), "Clip", "Max", "Add", "Expand")
-        if following is None:
+                return Norm("l2", tuple(nodes), x, nodes[-1].outputs[0], gain, epsilon)
+        if len(following) != 1:
             return None
-        node, index = following
-        if not is_op(node, "Expand"):
-            bound = scalar(node.inputs[1 - index])
-            epsilon = epsilon if bound is None else bound
+        node, index = following[0]
+        if is_op(node, *_BOUNDS) and (bound := _bound(node, index)) is not None:
+            epsilon = bound
+        elif not (is_op(node, *_UNARY) or (is_op(node, *_SCALINGS) and _scales(node, index))):
+            return None
         nodes.append(node)
         value = node.outputs[0]
     return None
+
+
+_LENGTHS = ("ReduceL2", "ReduceSum", "ReduceSumSquare")
+_BOUNDS = ("Add", "Clip", "Max")
+_SCALINGS = ("Div", "Mul", "Pow")
+_UNARY = ("Expand", "Reciprocal", "Reshape", "Sqrt", "Unsqueeze")
+
+
+def _bound(node: ir.Node, index: int) -> float | None:
+    """The constant scalar that is added to operand ``index`` or bounds it from below."""
+    return scalar(node.inputs[1 - index]) if len(node.inputs) > 1 and index < 2 else None
+
+
+def _scales(node: ir.Node, index: int) -> bool:
+    """Whether the other operand of a multiplication, division or power is a scalar."""
+    return is_scale(other_operand(node, index))
 
 
 def _gain(value: ir.Value) -> tuple[list[ir.Node], ir.Value] | None:
