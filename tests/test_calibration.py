@@ -39,7 +39,7 @@ from engine_builder.quantize import calibration
 from engine_builder.quantize.activations import activation_amax
 from engine_builder.quantize.calibration import CalibrationOptions, calibrate, calibration_python
 from engine_builder.quantize.samples import FIRST_SEED, DataDigest, RecordedData, SyntheticData
-from engine_builder.quantize.scales import ZERO_FLOOR, Floored, LinearRange, Scales
+from engine_builder.quantize.scales import ZERO_FLOOR, Floored, LinearRange, Scales, load_scales
 from engine_builder.quantize.skeleton import normalize, write_skeleton
 from engine_builder.source import Source, load_graph, open_source
 from tests.conftest import REPOSITORY
@@ -352,6 +352,28 @@ def test_the_command_refuses(
     assert result.exception.exit_code == code
     assert message in str(result.exception)
     assert not (tmp_path / "s.json").exists()
+
+
+def test_the_recipe_says_where_its_scales_go_and_which_it_needs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    answer = {
+        "amax": {"x": 6.0, "s": 18.0, "z": 0.5},
+        "data_sha256": "00" * 32,
+        "samples": [],
+        "versions": {},
+    }
+    monkeypatch.setenv(calibration.PYTHON_VARIABLE, sys.executable)
+    monkeypatch.setattr(calibration, "run_process", lambda *arguments: answer)
+    recipe = recipe_file(tmp_path, opened(three_linears(), tmp_path).path)
+    precision = "precision: {recipe: fp8, scales: made/s.json, weights: per_channel}"
+    recipe.write_text(recipe.read_text().replace("precision: fp16", precision))
+    result = CliRunner().invoke(
+        app, ["calibrate", str(recipe), "--cache", str(tmp_path / "c")], catch_exceptions=False
+    )
+    assert result.exit_code == 0
+    scales = load_scales(tmp_path / "made" / "s.json")
+    assert scales.linears["second"].weight_channel_amax == (1.0, 4.0)
 
 
 def test_a_python_that_is_none_is_a_fault_of_the_environment(
