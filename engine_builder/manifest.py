@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -33,6 +34,27 @@ class ManifestStage(_Section):
     seconds: Annotated[float, Field(ge=0)]
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What a build was made from: the fields of a manifest but for the published files."""
+
+    model: str
+    kind: str
+    precision: str
+    sm: int
+    backend: str
+    recipe: ManifestFile
+    recipe_digest: str
+    source: tuple[ManifestFile, ...]
+    source_sha256: str
+    converted: tuple[ManifestFile, ...]
+    scales: ManifestFile | None
+    versions: dict[str, str]
+    image: dict[str, str] | None
+    stages: tuple[ManifestStage, ...]
+    total_seconds: float
+
+
 class Manifest(_Section):
     """What an engine was made from, so that a fleet can tell which engines are stale."""
 
@@ -60,6 +82,11 @@ class Manifest(_Section):
 
     def to_json(self) -> str:
         return self.model_dump_json(by_alias=True, indent=1) + "\n"
+
+
+def origin_of(manifest: Manifest) -> Origin:
+    """What the engine of ``manifest`` was made from."""
+    return Origin(**{field.name: getattr(manifest, field.name) for field in fields(Origin)})
 
 
 def manifest_schema() -> dict[str, Any]:

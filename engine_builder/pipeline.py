@@ -30,6 +30,7 @@ from engine_builder.conversion_stages import (
 from engine_builder.durable import check_writable
 from engine_builder.engine_stages import (
     ENGINE,
+    LAYERS,
     REPORT,
     Prepared,
     compile_stage,
@@ -43,7 +44,7 @@ from engine_builder.engine_stages import (
 from engine_builder.events import Event
 from engine_builder.file_memory import FileMemory
 from engine_builder.locks import hold
-from engine_builder.manifest import Manifest, ManifestFile, ManifestStage
+from engine_builder.manifest import Manifest, ManifestFile, ManifestStage, Origin, origin_of
 from engine_builder.opening import (
     check_build_files,
     check_target,
@@ -52,7 +53,7 @@ from engine_builder.opening import (
 from engine_builder.plan import (
     History,
 )
-from engine_builder.publish import OutputPaths, publish, publish_failure, sweep_output
+from engine_builder.publish import OutputPaths, publish, publish_failure, publish_page, sweep_output
 from engine_builder.recipe import Recipe, for_targets
 from engine_builder.stage_runner import Settings, StageRunner
 
@@ -202,14 +203,21 @@ def _one_engine(prepared: Prepared, sm: int, settings: Settings, cache: Cache) -
         seconds = prepared.seconds + time.monotonic() - started
         rebuilt = False
         held.check()
+        origin = _origin(prepared, sm, clock.stages, seconds)
         if engine is None or report["verdict"] != "passed":
-            publish_failure(paths, verdict.file(REPORT).read_text())
+            page = _page(prepared, engine, verdict, origin, settings) if settings.page else None
+            publish_failure(paths, verdict.file(REPORT).read_text(), page)
         else:
-            manifest = _manifest(prepared, sm, engine, paths, verdict, clock.stages, seconds)
+            manifest = _manifest(origin, engine, paths, verdict)
             rebuilt = not _is_published(paths, manifest, prepared.memory)
             if rebuilt:
-                publish(paths, engine.file(ENGINE), verdict.file(REPORT).read_text(), manifest.to_json())
+                page = _page(prepared, engine, verdict, origin, settings) if settings.page else None
+                text = verdict.file(REPORT).read_text()
+                publish(paths, engine.file(ENGINE), text, manifest.to_json(), page)
                 prepared.memory.remember(paths.engine, manifest.engine.sha256)
+            elif settings.page and not paths.page.exists():
+                published = Manifest.model_validate_json(paths.manifest.read_text())
+                publish_page(paths, _page(prepared, engine, verdict, origin_of(published), settings))
         return Outcome(
             sm=sm,
             paths=paths,
@@ -222,24 +230,9 @@ def _one_engine(prepared: Prepared, sm: int, settings: Settings, cache: Cache) -
         )
 
 
-def _manifest(
-    prepared: Prepared,
-    sm: int,
-    engine: Entry,
-    paths: OutputPaths,
-    verdict: Entry,
-    stages: Sequence[ManifestStage],
-    seconds: float,
-) -> Manifest:
+def _origin(prepared: Prepared, sm: int, stages: Sequence[ManifestStage], seconds: float) -> Origin:
     recipe, source = prepared.recipe, prepared.source
-    report = verdict.file(REPORT).read_bytes()
-    return Manifest(
-        engine=ManifestFile(
-            name=paths.engine.name, bytes=engine.facts["bytes"], sha256=engine.facts["sha256"]
-        ),
-        report=ManifestFile(
-            name=paths.report.name, bytes=len(report), sha256=hashlib.sha256(report).hexdigest()
-        ),
+    return Origin(
         model=recipe.model.name,
         kind=recipe.model.kind,
         precision=recipe.precision.recipe,
@@ -258,6 +251,41 @@ def _manifest(
         stages=tuple(stages),
         total_seconds=round(seconds, 3),
     )
+
+
+def _manifest(origin: Origin, engine: Entry, paths: OutputPaths, verdict: Entry) -> Manifest:
+    report = verdict.file(REPORT).read_bytes()
+    return Manifest(
+        engine=ManifestFile(
+            name=paths.engine.name, bytes=engine.facts["bytes"], sha256=engine.facts["sha256"]
+        ),
+        report=ManifestFile(
+            name=paths.report.name, bytes=len(report), sha256=hashlib.sha256(report).hexdigest()
+        ),
+        **vars(origin),
+    )
+
+
+def _page(
+    prepared: Prepared, engine: Entry | None, verdict: Entry, origin: Origin, settings: Settings
+) -> str:
+    """The page for people about what ``verdict`` says."""
+    from engine_builder.report.page import render_page
+    from engine_builder.report.subject import subject_of
+    from verify.report import read_report
+
+    started = time.monotonic()
+    settings.listener(Event("report", "started"))
+    subject = subject_of(
+        read_report(verdict.file(REPORT)),
+        origin,
+        prepared.converted,
+        None if engine is None else engine.file(LAYERS),
+    )
+    page = render_page(subject)
+    seconds = time.monotonic() - started
+    settings.listener(Event("report", "finished", "", {"seconds": seconds, "cached": False}))
+    return page
 
 
 def _is_published(paths: OutputPaths, manifest: Manifest, memory: FileMemory) -> bool:

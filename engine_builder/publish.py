@@ -13,7 +13,7 @@ from engine_builder.durable import disk_error, partial_path, sweep_partials, syn
 
 @dataclass(frozen=True)
 class OutputPaths:
-    """Where one engine and its two companions go."""
+    """Where one engine and its companions go; the page is there only when it was asked for."""
 
     engine: Path
 
@@ -26,6 +26,10 @@ class OutputPaths:
         return self.engine.with_name(f"{self._stem}.manifest.json")
 
     @property
+    def page(self) -> Path:
+        return self.engine.with_name(f"{self._stem}.report.html")
+
+    @property
     def _stem(self) -> str:
         return self.engine.name.removesuffix(".trt")
 
@@ -35,11 +39,12 @@ def output_paths(folder: Path, sm: int, model: str, precision: str, name: str | 
     return OutputPaths(folder / f"sm_{sm}" / model / (name or f"dit_{precision}.trt"))
 
 
-def publish(paths: OutputPaths, engine: Path, report: str, manifest: str) -> None:
-    """Writes the report, the manifest, and the engine last; each appears complete or not at all.
+def publish(paths: OutputPaths, engine: Path, report: str, manifest: str, page: str | None = None) -> None:
+    """Writes the report, the page, the manifest, and the engine last; each appears complete or not at all.
 
     An older engine goes first, so that an engine never stands beside the report and manifest of
-    another.  The caller holds the folder's lock for the engine.
+    another; so does an older page, if there is no new one.  The caller holds the folder's lock for the
+    engine.
 
     Raises:
         ResourceError: The folder cannot be written to or its disk is full.
@@ -51,6 +56,7 @@ def publish(paths: OutputPaths, engine: Path, report: str, manifest: str) -> Non
         try:
             paths.engine.unlink(missing_ok=True)
             write_durably(paths.report, report.encode())
+            publish_page(paths, page)
             write_durably(paths.manifest, manifest.encode())
             staged.replace(paths.engine)
         finally:
@@ -65,13 +71,21 @@ def sweep_output(paths: OutputPaths) -> None:
 
     The caller holds the folder's lock for the engine.
     """
-    for final in (paths.engine, paths.report, paths.manifest):
+    for final in (paths.engine, paths.report, paths.manifest, paths.page):
         sweep_partials(final, held=True)
 
 
-def publish_failure(paths: OutputPaths, report: str) -> None:
-    """Writes the report alone.  An engine of an earlier build is set aside, because the report that
-    now stands beside it is not about it.
+def publish_page(paths: OutputPaths, page: str | None) -> None:
+    """Writes the page for people, or removes one that is about an earlier build."""
+    if page is None:
+        paths.page.unlink(missing_ok=True)
+    else:
+        write_durably(paths.page, page.encode())
+
+
+def publish_failure(paths: OutputPaths, report: str, page: str | None = None) -> None:
+    """Writes the report, and the page if there is one.  An engine of an earlier build is set aside,
+    because the report that now stands beside it is not about it.
 
     Raises:
         ResourceError: The folder cannot be written to or its disk is full.
@@ -83,6 +97,7 @@ def publish_failure(paths: OutputPaths, report: str) -> None:
             if old.exists():
                 old.replace(old.with_name(f"{old.name}.superseded"))
         write_durably(paths.report, report.encode())
+        publish_page(paths, page)
     except OSError as error:
         raise disk_error(error, paths.engine.parent) from error
 

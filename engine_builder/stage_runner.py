@@ -35,6 +35,8 @@ class Settings:
     lock_seconds: float = 600.0
     image: Mapping[str, str] | None = None
     allow_plugins: bool = False
+    page: bool = False
+    """Whether a page for people is written beside each engine."""
 
 
 class StageRunner:

@@ -33,6 +33,14 @@ def build(
     allow_plugins: Annotated[
         bool, typer.Option("--allow-plugins", help="Let the build run the plugins that the recipe names.")
     ] = False,
+    report: Annotated[
+        bool,
+        typer.Option(
+            "--report/--no-report",
+            envvar="SA3_BUILDER_REPORT",
+            help="Write a page for people, .report.html, beside each engine.",
+        ),
+    ] = False,
     lock_wait: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for another build in the same folders.")
     ] = 600.0,
@@ -57,6 +65,7 @@ def build(
         lock_seconds=lock_wait,
         image=recorded_image(os.environ),
         allow_plugins=allow_plugins,
+        page=report,
     )
     asked = for_targets(
         load_recipe(recipe),

@@ -56,7 +56,7 @@ def explain(
             ir.load(evidence.converted),
             node,
             where=str(evidence.converted),
-            layers=evidence.layers,
+            layers=evidence.layers(),
             trunk_linears=trunk_linears,
         )
     typer.echo(json.dumps(found.to_json(), indent=1) if as_json else _text(found))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
 from pydantic import ValidationError
 
 from engine_builder.cache import Cache
@@ -15,10 +14,9 @@ from engine_builder.compile.isolated import read_layer_table
 from engine_builder.conversion_stages import CONVERTED
 from engine_builder.engine_stages import LAYERS
 from engine_builder.errors import SourceModelError
-from engine_builder.manifest import Manifest
+from engine_builder.manifest import Manifest, origin_of
 from engine_builder.publish import OutputPaths
-from engine_builder.report.precision_map import build_map
-from engine_builder.report.subject import Subject, origin_of
+from engine_builder.report.subject import Subject, subject_of
 from verify.layers import LayerRecord
 from verify.report import VerifyReport, read_report
 
@@ -34,10 +32,15 @@ class Finished:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The converted model of a build and its engine's layers, empty when nothing was compiled."""
+    """The converted model of a build and its engine's layer table, None when nothing was compiled."""
 
     converted: Path
-    layers: tuple[LayerRecord, ...]
+    layer_table: Path | None
+
+    def layers(self) -> tuple[LayerRecord, ...]:
+        if self.layer_table is None:
+            return ()
+        return read_layer_table(self.layer_table.read_text(encoding="utf-8")).layers
 
 
 def read_finished(path: Path) -> Finished:
@@ -73,22 +76,21 @@ def find_evidence(report: VerifyReport, cache: Cache) -> Evidence | None:
     if conversion is None:
         return None
     if report.engine_file is None:
-        return Evidence(conversion / CONVERTED, ())
+        return Evidence(conversion / CONVERTED, None)
     digest = report.engine_file.sha256
     compiled = _entry(cache, "compile-", lambda facts: facts.get("sha256") == digest)
     if compiled is None:
         return None
-    return Evidence(conversion / CONVERTED, read_layer_table((compiled / LAYERS).read_text()).layers)
+    return Evidence(conversion / CONVERTED, compiled / LAYERS)
 
 
 def finished_subject(build: Finished, cache: Cache) -> Subject:
     """The build with its precision map, if the cache still holds what that is made from."""
     evidence = find_evidence(build.report, cache)
-    return Subject(
-        report=build.report,
-        origin=None if build.manifest is None else origin_of(build.manifest),
-        map=None if evidence is None else build_map(ir.load(evidence.converted), evidence.layers),
-    )
+    origin = None if build.manifest is None else origin_of(build.manifest)
+    if evidence is None:
+        return Subject(build.report, origin, None)
+    return subject_of(build.report, origin, evidence.converted, evidence.layer_table)
 
 
 def _entry(cache: Cache, prefix: str, wanted: Callable[[Mapping[str, Any]], Any]) -> Path | None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
-from engine_builder.manifest import Manifest, ManifestFile, ManifestStage
-from engine_builder.report.precision_map import MappedStructure, PrecisionMap
+import onnx_ir as ir
+
+from engine_builder.compile.isolated import read_layer_table
+from engine_builder.manifest import Origin
+from engine_builder.report.precision_map import MappedStructure, PrecisionMap, build_map
 from verify.report import VerifyReport
 
 GPUS: Final[Mapping[int, str]] = {
@@ -31,31 +35,6 @@ _CHECKS: Final[Mapping[str, tuple[str, ...]]] = {
     "angle": ("fp32_angle", "baked_rotary"),
 }
 """The checks that are about each kind of structure."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What a build was made from; a manifest's fields but for the published files."""
-
-    model: str
-    kind: str
-    precision: str
-    sm: int
-    backend: str
-    recipe: ManifestFile
-    recipe_digest: str
-    source: tuple[ManifestFile, ...]
-    source_sha256: str
-    converted: tuple[ManifestFile, ...]
-    scales: ManifestFile | None
-    versions: Mapping[str, str]
-    image: Mapping[str, str] | None
-    stages: tuple[ManifestStage, ...]
-    total_seconds: float
-
-
-def origin_of(manifest: Manifest) -> Origin:
-    return Origin(**{field.name: getattr(manifest, field.name) for field in fields(Origin)})
 
 
 @dataclass(frozen=True)
@@ -114,6 +93,14 @@ class Subject:
                     if failure.subject == structure.name or failure.subject in structure.nodes:
                         return failure.reason
         return ""
+
+
+def subject_of(
+    report: VerifyReport, origin: Origin | None, converted: Path, layer_table: Path | None
+) -> Subject:
+    """A build with its precision map, made from its converted model and its engine's layer table."""
+    layers = () if layer_table is None else read_layer_table(layer_table.read_text(encoding="utf-8")).layers
+    return Subject(report, origin, build_map(ir.load(converted), layers))
 
 
 def megabytes(size: float) -> str:
