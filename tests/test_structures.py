@@ -479,7 +479,7 @@ def test_integer_timesteps_make_fourier_features_too() -> None:
 ATTENTION_CONSTANTS: dict[str, Any] = {
     "scale": 0.125, "root": 8.0, "quarter": [64**-0.25], "zero": 0.0, "low": -1e4, "flat3": [-1, 16, 64],
     "up4": [1, 2, 64, 16], "minus_inf": np.float32(-np.inf), "axis2": [2], "many": [1, 2, 2, 16, 64],
-    "back": [1, 4, 16, 64],
+    "back": [1, 4, 16, 64], "scores": [1, 2, 16, 16],
 }  # fmt: skip
 KT = "kt = Transpose <perm = [0, 1, 3, 2]> (k)"
 
@@ -508,6 +508,13 @@ ATTENTION_SPELLINGS: dict[str, tuple[str, str | None]] = {
     "boolean mask, inverted": (f"{KT} qk = MatMul(q, kt) sc = Mul(qk, scale) no = Not(mask)"
                                "am = Where(no, minus_inf, sc) p = Softmax <axis = -1> (am)"
                                "y = MatMul(p, v)", "no"),
+    "products by Einsum": ('qk = Einsum <equation = "bhid,bhjd->bhij"> (q, k) sc = Mul(qk, scale)'
+                           "p = Softmax <axis = -1> (sc)"
+                           'y = Einsum <equation = "b h i j, b h j d -> b h i d"> (p, v)', None),
+    "scores unfolded from the batch": ("qf = Reshape(q, flat3) kf = Reshape(k, flat3)"
+                                       "kt = Transpose <perm = [0, 2, 1]> (kf) qk = MatMul(qf, kt)"
+                                       "u = Reshape(qk, scores) p = Softmax <axis = -1> (u)"
+                                       "y = MatMul(p, v)", None),
     "guard against empty rows": (f"{KT} qk = MatMul(q, kt) am = Add(qk, bias) p0 = Softmax <axis = -1> (am)"
                                  "e = IsNaN(p0) p = Where(e, zero, p0) y = MatMul(p, v)", "bias"),
     "keys turned in three dimensions": ("kf = Reshape(k, flat3) kr = Transpose <perm = [0, 2, 1]> (kf)"
@@ -524,7 +531,9 @@ def test_an_attention_core_is_found_in_every_spelling(spelling: str, typed: bool
     body, mask = ATTENTION_SPELLINGS[spelling]
     found = structures(graph(f"{CORE} {{ {body} }}", ATTENTION_CONSTANTS, typed=typed))
     (core,) = found.attention
-    assert (core.q.name, core.k.name, core.v.name, core.output.name) == ("q", "k", "v", "y")
+    folded = {"q": "qf", "k": "kf"} if "unfolded" in spelling else {}
+    assert (core.q.name, core.k.name) == (folded.get("q", "q"), folded.get("k", "k"))
+    assert (core.v.name, core.output.name) == ("v", "y")
     assert (None if core.mask is None else core.mask.name) == mask
     assert core.name == "y"
     assert {"qk", "y"} <= names(core.nodes)
@@ -551,6 +560,17 @@ def test_attention_over_a_folded_batch() -> None:
     head = "(float[B,16,64] q, float[B,16,64] k, float[B,16,64] v) => (float[B,16,64] y)"
     (core,) = structures(graph(f"{head} {{ {body} }}", ATTENTION_CONSTANTS)).attention
     assert (core.q.name, core.k.name) == ("q", "k")
+
+
+def test_probabilities_may_be_folded_into_the_batch() -> None:
+    body = (
+        f"{KT} qk = MatMul(q, kt) p = Softmax(qk) f = Reshape(p, batched) vf = Reshape(v, flat3)"
+        "y = MatMul(f, vf)"
+    )
+    constants = {"flat3": [-1, 16, 64], "batched": [2, 16, 16]}
+    head = "(float[1,2,16,64] q, float[1,2,16,64] k, float[1,2,16,64] v) => (float[2,16,64] y)"
+    (core,) = structures(graph(f"{head} {{ {body} }}", constants)).attention
+    assert (core.q.name, core.k.name, core.v.name) == ("q", "k", "vf")
 
 
 def test_keys_may_arrive_turned() -> None:
@@ -705,7 +725,7 @@ ATTENTION_MISSES = [
      "attention core p: the probabilities are the right operand of y"),
     ("qk = MatMul(q, weight) p = Softmax(qk) y = MatMul(p, v)",
      "attention core p: qk multiplies by a constant: a linear layer, not queries and keys"),
-    ('qk = Einsum <equation = "bhid,bhjd->bhij"> (q, k) p = Softmax(qk) y = MatMul(p, v)',
+    ('qk = Einsum <equation = "bhid,bhjd->bhji"> (q, k) p = Softmax(qk) y = MatMul(p, v)',
      "attention core p: the softmax reads Einsum qk, not a product of queries and keys"),
 ]  # fmt: skip
 

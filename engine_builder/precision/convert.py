@@ -11,6 +11,7 @@ from typing import Any
 import onnx_ir as ir
 from onnx_ir.passes.common import (
     InlinePass,
+    RemoveInitializersFromInputsPass,
     RemoveUnusedNodesPass,
     TopologicalSortPass,
 )
@@ -25,6 +26,7 @@ from engine_builder.graph.passes.insert_qdq import InsertQdqPass, LinearScale
 from engine_builder.graph.passes.lift_constants import LiftConstantsPass
 from engine_builder.graph.passes.name_nodes import NameNodesPass
 from engine_builder.graph.passes.remove_noops import RemoveNoopsPass
+from engine_builder.graph.passes.spell_products import SpellProductsPass
 from engine_builder.graph.passes.upgrade_opset import UpgradeOpsetPass
 from engine_builder.graph.shapes import ShapeOracle
 from engine_builder.graph.structures import Linear, Structures
@@ -193,6 +195,7 @@ def pass_versions() -> dict[str, int]:
             LiftConstantsPass,
             NameNodesPass,
             RemoveNoopsPass,
+            SpellProductsPass,
             UpgradeOpsetPass,
         )
     }
@@ -203,12 +206,14 @@ def normalizing_passes() -> list[ir.passes.PassBase]:
     """Brings every exporter's spelling to one form without changing what is computed."""
     return [
         InlinePass(),
+        RemoveInitializersFromInputsPass(),
         NameNodesPass(),
         LiftConstantsPass(),
         TopologicalSortPass(),
         InferTypesPass(),
         RemoveNoopsPass(),
         DecomposeAttentionPass(),
+        SpellProductsPass(),
     ]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
+from engine_builder.graph.einsum import product_of
 from engine_builder.graph.reading import (
     attribute_int,
     constant,
@@ -59,7 +60,7 @@ def _around(softmax: ir.Node) -> AttentionCore | str:
     mask: ir.Value | None = None
     value = origin(scores)
     node = value.producer()
-    while node is not None and not is_op(node, "MatMul"):
+    while node is not None and not _is_product(node):
         if is_op(node, "Add", "Sub", "Where"):
             data = [v for v in node.inputs if v is not None and constant(v) is None]
             onward = [v for v in data if _leads_to_product(v)]
@@ -75,6 +76,8 @@ def _around(softmax: ir.Node) -> AttentionCore | str:
             if candidate is None:
                 return f"{node.name} lacks an operand"
             step = candidate
+        elif is_op(node, "Reshape") and node.inputs[0] is not None:
+            step = node.inputs[0]  # heads folded into the batch, or unfolded
         elif is_op(node, "Clip", "Tanh", "Softcap"):
             return f"the scores pass through {node.op_type} {node.name}, which TensorRT does not fuse"
         else:
@@ -99,12 +102,16 @@ def _around(softmax: ir.Node) -> AttentionCore | str:
         if value.is_graph_output():
             return f"its probabilities are the graph output {value.name}"
         following = list(readers(value))
-        products = [(r, i) for r, i in following if is_op(r, "MatMul")]
+        products = [(r, i) for r, i in following if _is_product(r)]
         if len(products) == 1 and len(following) == len(products):
             pv, index = products[0]
             break
         guards = [r for r, _ in following if is_op(r, "Where", "IsNaN", "Dropout", "Mul")]
         onward_guards = [r for r in guards if not is_op(r, "IsNaN")]
+        if not guards and len(following) == 1 and is_op(following[0][0], "Reshape") and following[0][1] == 0:
+            after.append(following[0][0])
+            value = following[0][0].outputs[0]
+            continue
         if len(onward_guards) == 1 and len(guards) == len(following):
             after.extend(guards)
             value = onward_guards[0].outputs[0]
@@ -117,6 +124,10 @@ def _around(softmax: ir.Node) -> AttentionCore | str:
         return f"{pv.name} lacks its values"
     nodes = (*q_nodes, *k_nodes, qk, *between, softmax, *after, pv)
     return AttentionCore(nodes, qk, softmax, pv, q, k, origin(v), mask, pv.outputs[0])
+
+
+def _is_product(node: ir.Node) -> bool:
+    return is_op(node, "MatMul") or product_of(node) is not None
 
 
 def is_scale(value: ir.Value | None) -> bool:
@@ -194,7 +205,7 @@ def _leads_to_product(value: ir.Value) -> bool:
     for _ in range(8):
         if node is None:
             return False
-        if is_op(node, "MatMul"):
+        if _is_product(node):
             return True
         if not is_op(node, "Mul", "Div", "Add"):
             return False
