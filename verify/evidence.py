@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
 from engine_builder.compile.isolated import read_layer_table
+from engine_builder.errors import ConversionError, ResourceError
 from engine_builder.graph.find import find_structures
 from engine_builder.graph.reading import is_op
 from engine_builder.precision.options import ConversionOptions
@@ -31,6 +33,11 @@ from verify.layers import EngineIO, LayerRecord
 from verify.promises import float_casts, lasting_products, make_promises
 from verify.report import BuilderEntry, EngineEntry, VerifyReport, check_entry, legacy_keys, verdict_of
 from verify.rotary_tables import table_faults
+
+if TYPE_CHECKING:
+    from verify.locate import Divergence
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,7 @@ def judge(
     expect: Expect | None = None,
     fidelity: Mapping[str, Any] | None = None,
     engine_fidelity: Mapping[str, Any] | None = None,
+    divergence: Divergence | None = None,
     source_counts: Mapping[str, int] | None = None,
     tf32: bool = False,
     further: Sequence[Check] = (),
@@ -87,6 +95,7 @@ def judge(
         expect: Counts that the recipe asks for.
         fidelity: The sweep of the converted graph against fp32.
         engine_fidelity: That of the engine itself, where it could be run.
+        divergence: Where the converted graph begins to differ, if it was looked for.
         source_counts: How many structures of each kind the source graph has.
         tf32: Whether fp32 products may round their operands to TF32.
         further: Checks that were made elsewhere.
@@ -135,6 +144,8 @@ def judge(
             )
         if source_counts is not None:
             checks.append(_same_structures(source_counts, structures))
+        elif not graph.options.generic:
+            checks.append(_has_structures(structures))
     if engine is not None:
         counts = count_layers(engine.layers, trig)
         if inputs is not None and outputs is not None:
@@ -142,7 +153,7 @@ def judge(
         if expect is not None:
             checks.extend(check_expectations(expect, counts))
     if fidelity is not None:
-        checks.append(_fidelity_check("fidelity", fidelity))
+        checks.append(_fidelity_check("fidelity", fidelity, divergence))
     if engine_fidelity is not None:
         checks.append(_fidelity_check("engine_fidelity", engine_fidelity))
     checks.extend(further)
@@ -200,8 +211,22 @@ def _same_structures(source: Mapping[str, int], converted: Mapping[str, int]) ->
     return Check("same_structures", status, len(kinds), len(kinds) - len(failures), failures)
 
 
-def _fidelity_check(name: str, report: Mapping[str, Any]) -> Check:
+def _has_structures(converted: Mapping[str, int]) -> Check:
+    """That the graph has each structure that every SA3 DiT has: about one that is not found nothing is
+    promised."""
+    kinds = [kind for kind in converted if kind != "rotary_trig_nodes"]
+    failures = tuple(
+        Failure(kind, f"the graph has no {kind.replace('_', ' ')}, which an SA3 DiT must have", (), ())
+        for kind in kinds
+        if not converted[kind]
+    )
+    status = Status.FAILED if failures else Status.PASSED
+    return Check("same_structures", status, len(kinds), len(kinds) - len(failures), failures)
+
+
+def _fidelity_check(name: str, report: Mapping[str, Any], divergence: Divergence | None = None) -> Check:
     """The sweep's verdict point by point; a point without a finite cosine fails."""
+    nodes = () if divergence is None else (divergence.node,)
     threshold = report["min_cosine"]
     failures = tuple(
         Failure(
@@ -209,7 +234,7 @@ def _fidelity_check(name: str, report: Mapping[str, Any]) -> Check:
             f"{point['nonfinite']} values are not finite"
             if point["nonfinite"]
             else f"cosine {point['cosine']:.6f} < {threshold:g}",
-            (),
+            nodes,
             (),
         )
         for point in report["points"]
@@ -217,7 +242,24 @@ def _fidelity_check(name: str, report: Mapping[str, Any]) -> Check:
     )
     total = len(report["points"])
     status = Status.FAILED if failures else Status.PASSED
-    return Check(name, status, total, total - len(failures), failures)
+    note = f"the first node to differ: {divergence}" if failures and divergence is not None else ""
+    return Check(name, status, total, total - len(failures), failures, note)
+
+
+def _where_it_differs(source: Source, converted: Path, fidelity: Mapping[str, Any]) -> Divergence | None:
+    """For a sweep that failed, the node at fault, looked for at the shortest length."""
+    if not _fidelity_check("fidelity", fidelity).failures:
+        return None
+    from verify.inputs import seeded_inputs
+    from verify.locate import locate
+
+    shortest = min(fidelity["points"], key=lambda point: (point["length"], point["cosine"] or -1.0))
+    inputs = seeded_inputs(source.inputs, length=shortest["length"], t=shortest["t"])
+    try:
+        return locate(source.path, converted, inputs)
+    except (ConversionError, ResourceError) as error:
+        log.warning("the node at fault could not be looked for: %s", error)
+        return None
 
 
 def judge_build(
@@ -269,6 +311,7 @@ def judge_build(
         expect=expect,
         fidelity=fidelity,
         engine_fidelity=None if execution is None else execution.get("fidelity"),
+        divergence=None if fidelity is None else _where_it_differs(source, converted, fidelity),
         source_counts=conversion.get("counts"),
         tf32=tf32,
         precision=options.canonical(),

@@ -119,6 +119,7 @@ def _of_types(structures: Structures) -> ConversionOptions:
         rotary="baked" if rotations and 2 * tabled > len(rotations) else "computed",
         islands="minimal" if 2 * in_fp32 < len(rotations) else "rope",
         bound_attention=2 * bound >= len(structures.attention),
+        generic=True,
     )
 
 

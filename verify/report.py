@@ -138,7 +138,8 @@ def verdict_of(
             first = check.failures[0] if check.failures else None
             what = f"{first.subject}: {first.reason}" if first else check.note
             more = f", and {len(check.failures) - 1} more" if len(check.failures) > 1 else ""
-            reasons.append(f"{check.name}: {check.kept} of {check.promised} kept; {what}{more}")
+            note = f"; {check.note}" if first and check.note else ""
+            reasons.append(f"{check.name}: {check.kept} of {check.promised} kept; {what}{more}{note}")
         elif check.status is Status.NOT_VERIFIABLE:
             reasons.append(f"{check.name}: not verifiable: {check.note}")
     if any(c.status is Status.FAILED for c in checks):
