@@ -244,6 +244,8 @@ def _fault(error: ValidationError, where: str) -> SourceModelError:
     place_in_file = ".".join(one_line(str(part), 200) for part in first["loc"])
     value = first["input"]
     if first["type"] in ("greater_than", "finite_number"):
+        if isinstance(value, int) and value.bit_length() > 1024:
+            value = math.inf if value > 0 else -math.inf  # more than the largest fp64
         what = "zero" if value == 0 else "negative" if math.isfinite(value) else "not finite"
         message = f"is {value:g}: a range that is {what}" if value else "is zero"
     else:
