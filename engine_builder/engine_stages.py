@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-VERIFY_VERSION = 1
+VERIFY_VERSION = 2
 """Raised when the verdict on an engine may come out differently."""
 
 
@@ -245,6 +245,7 @@ def verify_stage(
             fidelity=fidelity,
             conversion=prepared.conversion.facts,
             execution=execution,
+            tf32=bool(recipe.precision.tf32),
         )
         (folder / REPORT).write_text(report.to_json())
         return {"verdict": report.verdict}
