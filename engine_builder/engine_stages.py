@@ -222,6 +222,7 @@ def verify_stage(
         "expect": json.loads(recipe.canonical("verify")).get("expect"),
         "profiles": [[*p.shapes] for p in prepared.profiles],
         "label": label,
+        "tf32": bool(recipe.precision.tf32),
         "verifier": VERIFY_VERSION,
     }
     plan = plan_stage(cache, "verify", ingredients, prepared.history, f"verify {label}")
