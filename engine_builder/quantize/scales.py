@@ -54,7 +54,7 @@ class ScalesSource(_Section):
 class Calibration(_Section):
     """How the activations were measured."""
 
-    tool: Literal["nvidia-modelopt"] = "nvidia-modelopt"
+    tool: Literal["nvidia-modelopt", "onnxruntime"] = "nvidia-modelopt"
     method: Literal["max", "entropy"]
     provider: Literal["cpu", "cuda"]
     versions: dict[str, str]
