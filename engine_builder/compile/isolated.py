@@ -8,7 +8,6 @@ error with an exit code instead of the builder's own death.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -24,6 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, Final
 
+from engine_builder.child_process import die_with_parent
 from engine_builder.compile.backend import CompiledEngine, CompileRequest, Plan, load_backend
 from engine_builder.compile.log import MESSAGES, is_out_of_memory, out_of_memory
 from engine_builder.errors import BuilderError, CompileError, Interrupted
@@ -221,24 +221,12 @@ class _SendingHandler(logging.Handler):
         self._parent.send(_Message(record.levelno, record.getMessage()))
 
 
-def _die_with_parent() -> None:
-    """Asks the kernel to kill this process when its parent dies, even by SIGKILL.
-
-    Without it a killed build leaves TensorRT running for minutes, with gigabytes of memory, beside
-    the build that is started in its place.
-    """
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG in <linux/prctl.h>
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    if os.getppid() != int(sys.argv[2]):
-        os._exit(Interrupted.exit_code)
-
-
 def main() -> None:
     """Receive one job over the file descriptor named on the command line and answer it.
 
     The command line names the parent's process id too.
     """
-    _die_with_parent()
+    die_with_parent(int(sys.argv[2]))
     # An interrupt from the keyboard reaches the whole process group; the parent decides about it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with Connection(int(sys.argv[1])) as connection:

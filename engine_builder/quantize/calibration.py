@@ -276,7 +276,7 @@ def _start(python: Path, job: Path, writing: int, output: IO[bytes]) -> subproce
     search = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     try:
         return subprocess.Popen(
-            [str(python), "-P", "-c", _PROCESS, str(writing), str(job)],
+            [str(python), "-P", "-c", _PROCESS, str(writing), str(job), str(os.getpid())],
             env={**_LEAN_MALLOC, **os.environ, "PYTHONPATH": search},
             pass_fds=(writing,),
             stdin=subprocess.DEVNULL,

@@ -28,6 +28,7 @@ from typing import IO, Any, Final
 import numpy as np
 import onnx
 
+from engine_builder.child_process import die_with_parent
 from engine_builder.errors import (
     BuilderError,
     ConversionError,
@@ -302,7 +303,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Runs the job in the file argv[2] and answers on the file descriptor argv[1]."""
+    """Runs the job in the file argv[2] for the process argv[3]; answers on the file descriptor argv[1]."""
+    die_with_parent(int(sys.argv[3]))
     # An interrupt from the keyboard reaches the whole process group; the parent decides about it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with os.fdopen(int(sys.argv[1]), "w", encoding="utf-8") as pipe:
