@@ -90,7 +90,7 @@ class ShapeOracle:
             result = [np.asarray(int(np.prod(self.shape(source))), np.int64)]
         else:
             inputs = [None if v is None else self.evaluate(v) for v in node.inputs]
-            result = _compute(node, inputs, self._opset)
+            result = compute(node, inputs, self._opset)
         for output, array in zip(node.outputs, result, strict=False):
             self._values[id(output)] = array
             self._shapes[id(output)] = array.shape
@@ -156,7 +156,7 @@ class ShapeOracle:
         if not any(is_float(o) for o in node.outputs):
             inputs = [self._known(v) for v in node.inputs]
             if all(k is not None or v is None for k, v in zip(inputs, node.inputs, strict=True)):
-                for output, array in zip(node.outputs, _compute(node, inputs, self._opset), strict=False):
+                for output, array in zip(node.outputs, compute(node, inputs, self._opset), strict=False):
                     self._shapes[id(output)] = array.shape
                     if array.size <= _INTEGER_LIMIT:
                         self._values[id(output)] = array
@@ -219,7 +219,7 @@ class ShapeOracle:
                 data,
                 opset_imports=[onnx.helper.make_opsetid("", self._opset)],
             )
-        except onnx.shape_inference.InferenceError:
+        except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError):
             return [None] * len(node.outputs)
         found: list[Shape | None] = []
         for output in node.outputs:
@@ -483,8 +483,8 @@ _RULES: dict[str, _Rule] = {
 }
 
 
-def _compute(node: ir.Node, inputs: Sequence[np.ndarray | None], opset: int) -> Sequence[np.ndarray]:
-    """The outputs of ``node``; the operators of shape arithmetic directly, others through onnx."""
+def compute(node: ir.Node, inputs: Sequence[np.ndarray | None], opset: int) -> Sequence[np.ndarray]:
+    """The outputs of ``node`` for ``inputs``: operators of shape arithmetic directly, others through onnx."""
     present = [x for x in inputs if x is not None]
     op = node.op_type
     if op in ("Add", "Sub", "Mul") and len(present) == 2:

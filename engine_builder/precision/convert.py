@@ -21,12 +21,14 @@ from engine_builder.graph.find import FINDERS_VERSION, find_structures, require_
 from engine_builder.graph.passes.assign_types import AssignTypesPass
 from engine_builder.graph.passes.bake_rotary import BakeRotaryPass, RotaryTable
 from engine_builder.graph.passes.decompose_attention import DecomposeAttentionPass
+from engine_builder.graph.passes.fold_indices import FoldIndicesPass
 from engine_builder.graph.passes.infer_types import InferTypesPass
 from engine_builder.graph.passes.insert_qdq import InsertQdqPass, LinearScale
 from engine_builder.graph.passes.lift_constants import LiftConstantsPass
 from engine_builder.graph.passes.name_nodes import NameNodesPass
 from engine_builder.graph.passes.remove_noops import RemoveNoopsPass
 from engine_builder.graph.passes.spell_products import SpellProductsPass
+from engine_builder.graph.passes.spell_splits import SpellSplitsPass
 from engine_builder.graph.passes.upgrade_opset import UpgradeOpsetPass
 from engine_builder.graph.shapes import ShapeOracle
 from engine_builder.graph.structures import Linear, Structures
@@ -190,12 +192,14 @@ def pass_versions() -> dict[str, int]:
             AssignTypesPass,
             BakeRotaryPass,
             DecomposeAttentionPass,
+            FoldIndicesPass,
             InferTypesPass,
             InsertQdqPass,
             LiftConstantsPass,
             NameNodesPass,
             RemoveNoopsPass,
             SpellProductsPass,
+            SpellSplitsPass,
             UpgradeOpsetPass,
         )
     }
@@ -212,18 +216,20 @@ def normalizing_passes() -> list[ir.passes.PassBase]:
         TopologicalSortPass(),
         InferTypesPass(),
         RemoveNoopsPass(),
+        FoldIndicesPass(),
+        SpellSplitsPass(),
         DecomposeAttentionPass(),
         SpellProductsPass(),
     ]
 
 
 def annotate(model: ir.Model) -> None:
-    """Sorts the nodes and fills in missing types, which is all that the finders need.
+    """Sorts the nodes, fills in missing types and computes constant indices: all that the finders need.
 
     Raises:
         ConversionError: The graph cannot be sorted.
     """
-    _run(model, [TopologicalSortPass(), InferTypesPass()], [])
+    _run(model, [TopologicalSortPass(), InferTypesPass(), FoldIndicesPass()], [])
 
 
 def describe(model: ir.Model, options: ConversionOptions, fp8_linears: Sequence[str] = ()) -> None:
