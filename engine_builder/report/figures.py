@@ -84,9 +84,19 @@ class Bar:
 
 
 def bars(
-    rows: Sequence[Bar], headings: Sequence[str], caption: str, *, longest: float | None = None
+    rows: Sequence[Bar],
+    headings: Sequence[str],
+    caption: str,
+    *,
+    longest: float | None = None,
+    long: bool = False,
 ) -> Markup:
-    """A table whose bars are drawn beside the numbers they stand for; lengths relative to the longest."""
+    """A table whose bars are drawn beside the numbers they stand for.
+
+    Args:
+        longest: What a bar of full length stands for, by default the largest of ``rows``.
+        long: Whether labels are too long to stand beside a bar on a narrow screen.
+    """
     full = longest or max((sum(size for _, size in row.parts) for row in rows), default=0.0)
     body = [
         tag(
@@ -105,7 +115,8 @@ def bars(
         tag("td", class_="bar"),
         [tag("th", heading, scope="col", class_="number") for heading in others],
     )
-    return tag("table", tag("caption", caption), tag("thead", head), tag("tbody", body), class_="bars")
+    classes = "bars long" if long else "bars"
+    return tag("table", tag("caption", caption), tag("thead", head), tag("tbody", body), class_=classes)
 
 
 def _bar(parts: Sequence[tuple[str, float]], full: float) -> Markup:

@@ -37,11 +37,12 @@ def precision_map(subject: Subject) -> Markup:
         (f"Block {block}", [s for s in inside if s.block == block]) for block in range(subject.map.blocks)
     ]
     parts.append(tag("h3", "With the engine layers that hold them"))
-    parts.extend(
+    listings = [
         numbers(_listing(members, subject.fault), f"{place}: {len(members)} structures")
         for place, members in (*by_place, ("Outside the blocks", outside))
         if members
-    )
+    ]
+    parts.append(tag("div", listings, class_="listings"))
     seen = sum(s.from_engine for s in structures)
     return section(
         "map",

@@ -89,7 +89,8 @@ def _notes(subject: Subject) -> list[str]:
     return notes
 
 
-def key_figures(subject: Subject) -> Markup:
+def figures_of(subject: Subject) -> list[tuple[str, str]]:
+    """The figures that describe a build in a few words."""
     report = subject.report
     figures: list[tuple[str, str]] = [
         ("model", subject.origin.model if subject.origin else report.label.split("/")[-2]),
@@ -111,9 +112,12 @@ def key_figures(subject: Subject) -> Markup:
         figures.append(("latency, typical length", f"{typical['median_ms']:.2f} ms"))
     if subject.origin is not None:
         figures.append(("build time", _seconds(subject.origin.total_seconds)))
-    return tag(
-        "dl", [tag("div", tag("dt", name), tag("dd", value)) for name, value in figures], class_="key-figures"
-    )
+    return figures
+
+
+def key_figures(subject: Subject) -> Markup:
+    entries = [tag("div", tag("dt", name), tag("dd", value)) for name, value in figures_of(subject)]
+    return tag("dl", entries, class_="key-figures")
 
 
 def checks(subject: Subject) -> Markup:
@@ -121,7 +125,7 @@ def checks(subject: Subject) -> Markup:
     rows = sorted(subject.report.checks, key=lambda c: order[c.status])
     table = tag(
         "table",
-        _head("Check", "Result", "Holds for"),
+        head("Check", "Result", "Holds for"),
         tag("tbody", [_check_row(check) for check in rows]),
         class_="stack checks",
     )
@@ -218,8 +222,8 @@ def _fidelity_plots(title: str, figures: Mapping[str, Any]) -> Child:
         )
         for p in points
     ]
-    head = _head("L", "t", "cosine", "relative error", "largest error", "not finite", "output, inputs")
-    table = tag("div", tag("table", head, tag("tbody", rows), class_="numbers"), class_="wide")
+    headings = head("L", "t", "cosine", "relative error", "largest error", "not finite", "output, inputs")
+    table = tag("div", tag("table", headings, tag("tbody", rows), class_="numbers"), class_="wide")
     return (
         tag("h3", title),
         tag(
@@ -312,7 +316,7 @@ def weights(subject: Subject) -> Markup | None:
         )
         for block in blocks
     ]
-    table = tag("table", _head("bytes", *dtypes), tag("tbody", cells), class_="numbers")
+    table = tag("table", head("bytes", *dtypes), tag("tbody", cells), class_="numbers")
     engine_file = subject.report.engine_file
     return section(
         "weights",
@@ -360,14 +364,18 @@ def sensitivity(subject: Subject) -> Markup | None:
         tag("tr", tag("td", str(p["left_out"])), tag("td", _cosine(p["worst_cosine"])))
         for p in found["frontier"]
     ]
-    more = bars(rows[_TOP:], ("linear", "cost"), "The others", longest=longest) if len(rows) > _TOP else None
+    more = (
+        bars(rows[_TOP:], ("linear", "cost"), "The others", longest=longest, long=True)
+        if len(rows) > _TOP
+        else None
+    )
     return section(
         "sensitivity",
         "What fp8 costs, linear by linear",
         f"The fall in the worst cosine when one linear alone is quantized. The trunk alone reaches "
         f"{_cosine(found['trunk_cosine'])}; with {_count(len(left_out), 'linear')} left out, "
         f"{_cosine(found['reached'])} is reached.",
-        bars(rows[:_TOP], ("linear", "cost"), "The costliest linears", longest=longest),
+        bars(rows[:_TOP], ("linear", "cost"), "The costliest linears", longest=longest, long=True),
         numbers(more, f"The other {len(rows) - _TOP}") if more else None,
         line_plot(
             frontier,
@@ -376,7 +384,7 @@ def sensitivity(subject: Subject) -> Markup | None:
             y_label="1 − worst cosine",
         ),
         numbers(
-            tag("table", _head("left out", "worst cosine"), tag("tbody", points), class_="numbers"),
+            tag("table", head("left out", "worst cosine"), tag("tbody", points), class_="numbers"),
             "The numbers of this plot",
         ),
     )
@@ -407,7 +415,7 @@ def execution(subject: Subject) -> Markup | None:
         "execution",
         "On the GPU",
         f"Measured on {found.get('device', 'a GPU')}.",
-        bars(rows, ("shapes", "median", "5 – 95 %"), "Latency of one inference") if rows else None,
+        bars(rows, ("shapes", "median", "5 – 95 %"), "Latency of one inference", long=True) if rows else None,
         bars(
             [Bar(name, (("other", size),), megabytes(size)) for name, size in memory if size is not None],
             ("memory", "size"),
@@ -437,7 +445,7 @@ def interface(subject: Subject) -> Markup | None:
         "interface",
         "Inputs and outputs",
         "The shapes of each input are the least, the one it is tuned for, and the greatest, per profile.",
-        tag("table", _head("Name", "Kind", "Type", "Shapes"), tag("tbody", rows), class_="stack"),
+        tag("table", head("Name", "Kind", "Type", "Shapes"), tag("tbody", rows), class_="stack"),
     )
 
 
@@ -447,10 +455,9 @@ def stages(subject: Subject) -> Markup | None:
         return None
     rows = [
         Bar(
-            stage.name,
+            (stage.name, " ", tag("span", stage.reason, class_="aside")),
             (("other", stage.seconds),),
             "from cache" if stage.cached else _seconds(stage.seconds),
-            (stage.reason,),
         )
         for stage in made.stages
     ]
@@ -458,7 +465,7 @@ def stages(subject: Subject) -> Markup | None:
         "stages",
         "Where the time went",
         f"{_seconds(made.total_seconds)} in all. What has not changed comes from the cache.",
-        bars(rows, ("stage", "time", "because"), "Stages in order"),
+        bars(rows, ("stage", "time"), "Stages in order", long=True),
     )
 
 
@@ -492,7 +499,7 @@ def origin(subject: Subject) -> Markup:
     rows.extend((f"option {name}", _option(value)) for name, value in options.items())
     table = tag(
         "table",
-        _head("What", "Which"),
+        head("What", "Which"),
         tag("tbody", [tag("tr", tag("th", what, scope="row"), tag("td", which)) for what, which in rows]),
         class_="stack",
     )
@@ -528,7 +535,7 @@ def _shape(shape: Sequence[int]) -> str:
     return "×".join("?" if size < 0 else str(size) for size in shape) or "scalar"
 
 
-def _head(*headings: str) -> Markup:
+def head(*headings: str) -> Markup:
     return tag("thead", tag("tr", [tag("th", heading, scope="col") for heading in headings]))
 
 
