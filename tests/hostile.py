@@ -415,7 +415,7 @@ MODEL_GRAPHS: Mapping[str, Make] = {
             ]
         )
     ),
-    "Ifs 60 levels deep": of_model(lambda: nested(60)),
+    "Ifs 30 levels deep": of_model(lambda: nested(30)),
     "a constant of 10^13 elements": of_model(
         lambda: graph(
             [node("ConstantOfShape", "s", "k"), node("ReduceSum", "k", "r"), node("Add", "x r", "y")],
