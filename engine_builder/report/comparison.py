@@ -9,7 +9,7 @@ from engine_builder.report.figures import Bar, Series, bars, legend, line_plot
 from engine_builder.report.markup import Child, Markup, tag
 from engine_builder.report.page import document
 from engine_builder.report.precision_map import MappedStructure, PrecisionMap
-from engine_builder.report.sections import figures_of, head, numbers, section
+from engine_builder.report.sections import figures_of, head, numbers, option_text, section
 from engine_builder.report.subject import Subject, megabytes
 
 ABSENT = "–"
@@ -50,7 +50,11 @@ def _origins(subject: Subject) -> dict[str, str]:
         "scales": ABSENT if made.scales is None else made.scales.sha256[:12],
         "image": ", ".join((made.image or {}).values()) or ABSENT,
         **made.versions,
-        **{f"option {k}": str(v) for k, v in subject.report.precision.items() if k not in ("recipe", "fp8")},
+        **{
+            f"option {k}": option_text(v)
+            for k, v in subject.report.precision.items()
+            if k not in ("recipe", "fp8")
+        },
     }
 
 

@@ -496,7 +496,7 @@ def origin(subject: Subject) -> Markup:
             rows.append((report.builder.backend, report.builder.version))
     options = {**report.precision, **{f"fp8 {k}": v for k, v in (report.precision.get("fp8") or {}).items()}}
     options.pop("fp8", None)
-    rows.extend((f"option {name}", _option(value)) for name, value in options.items())
+    rows.extend((f"option {name}", option_text(value)) for name, value in options.items())
     table = tag(
         "table",
         head("What", "Which"),
@@ -543,7 +543,7 @@ def _digest(sha256: str) -> Markup:
     return tag("code", sha256, class_="digest")
 
 
-def _option(value: object) -> str:
+def option_text(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value)) or "none"
     return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else str(value)
