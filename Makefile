@@ -33,7 +33,7 @@ LOCK_STAMP := $(LOCK_VENV)/.lock-$(call key,requirements/lock.txt)
 # The scripts in docker/ read these from the environment.
 export BASE BACKEND BUILDER CALIBRATE NO_CACHE REPEAT TAG
 
-.PHONY: bench docs help smoke test lint bundle kubernetes calibrate-env lock clean venv venv-dev python \
+.PHONY: faults matrix bench docs help smoke test lint bundle kubernetes calibrate-env lock clean venv venv-dev python \
 	crash hostile image image-test lock-base sbom
 
 help:  ## List the targets
@@ -65,6 +65,12 @@ kubernetes: $(RUNTIME_STAMP)  ## Write deploy/kubernetes anew from the recipes
 
 crash: $(DEV_STAMP)  ## Kill 200 builds at random moments; every later run must be right (KILLS=200)
 	$(VENV)/bin/python -m tests.crash --kills $(or $(KILLS),200)
+
+faults: $(DEV_STAMP)  ## Break builds in 100 ways; print what catches each and what it names
+	$(VENV)/bin/python benchmarks/faults.py
+
+matrix: $(DEV_STAMP)  ## Build every good graph in every precision, over the whole sweep; print the table
+	$(VENV)/bin/python benchmarks/matrix.py
 
 hostile: $(DEV_STAMP)  ## Feed the builder hostile files; print exit code, peak memory and time of each
 	$(VENV)/bin/python -m tests.hostile
