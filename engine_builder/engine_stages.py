@@ -21,6 +21,7 @@ from engine_builder.conversion_stages import (
     CONVERTED,
 )
 from engine_builder.file_memory import FileMemory
+from engine_builder.one_line import plain
 from engine_builder.opening import (
     Opened,
 )
@@ -90,7 +91,7 @@ class Prepared:
 
 def engine_paths(recipe: Recipe, sm: int) -> OutputPaths:
     output = recipe.output
-    return output_paths(output.dir, sm, recipe.model.name, recipe.precision.recipe, output.name)
+    return output_paths(plain(output.dir), sm, recipe.model.name, recipe.precision.recipe, output.name)
 
 
 def plan_compile(
@@ -147,7 +148,7 @@ def compile_stage(prepared: Prepared, sm: int, folder: Path, clock: StageRunner)
         prepared.backend.name,
         request,
         cancel=clock.cancel,
-        on_progress=lambda p: clock.progress("compile", f"{p.phase}, {p.seconds:.0f} s"),
+        on_progress=lambda p: clock.progress("compile", p.phase),
     )
     (folder / LAYERS).write_text(compiled.plan.layer_table)
     # The published engine may be a hard link to this file: nobody shall change either in place.

@@ -51,7 +51,7 @@ def build(
     log_format: LogFormat = "text",
 ) -> None:
     """Build, verify and publish the engines of a recipe (the default command)."""
-    from engine_builder.cli.console import summary
+    from engine_builder.cli.outcomes import summary
     from engine_builder.pipeline import build as run_recipe
     from engine_builder.recipe import for_targets, load_recipe
     from engine_builder.stage_runner import Settings

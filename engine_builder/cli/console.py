@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import sys
@@ -13,10 +14,13 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 from rich.console import Console
+from rich.live import Live
 from rich.markup import escape
-from rich.status import Status
+from rich.spinner import Spinner
 from rich.table import Table
+from rich.text import Text
 
+from engine_builder.cli.outcomes import block, overview, summary
 from engine_builder.errors import BuilderError
 from engine_builder.events import Event
 from engine_builder.pipeline import Outcome
@@ -29,15 +33,8 @@ HEARTBEAT_SECONDS = 15.0
 _PLAIN_WIDTH = 200
 """Columns of output that goes to a file or a pipe, where nobody can widen the window."""
 
-_LABEL = {
-    "source": "source",
-    "convert": "convert",
-    "calibrate": "calibrate",
-    "fidelity": "fidelity",
-    "compile": "compile",
-    "execute": "execute",
-    "verify": "verify",
-}
+_LABEL_WIDTH = len("sensitivity")
+"""Columns of a stage's name: that of the longest."""
 
 
 @dataclass
@@ -48,6 +45,26 @@ class _Running:
     text: str
     started: float
     last_line: float
+
+
+class _StageLine:
+    """The running stage as one line that is drawn anew: how long it has run, and what it says."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+        self._spinner = Spinner("line")
+
+    def __rich__(self) -> Table:
+        running = self._screen._running
+        line = Table.grid(padding=(0, 1))
+        line.add_column(no_wrap=True)
+        line.add_column(no_wrap=True, width=_LABEL_WIDTH)
+        line.add_column(no_wrap=True, width=8, justify="right")
+        line.add_column(no_wrap=True, overflow="ellipsis", style="dim")
+        if running is not None:
+            seconds = time.monotonic() - running.started
+            line.add_row(self._spinner, Text(running.stage, "bold"), f"{seconds:.0f} s", Text(running.text))
+        return line
 
 
 class Screen:
@@ -72,7 +89,9 @@ class Screen:
         self._heartbeat_seconds = heartbeat_seconds
         self.out = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
         self._err = Console(stderr=True, highlight=False)
-        self._status: Status | None = None
+        # NO_COLOR leaves the cursor free to move; a dumb terminal has none.
+        self._redraws = self._err.is_terminal and not self._err.is_dumb_terminal
+        self._live: Live | None = None
         self._running: _Running | None = None
         self._lock = threading.RLock()
         self._beating: threading.Thread | None = None
@@ -112,33 +131,33 @@ class Screen:
                 seconds = round(now - running.started, 1)
                 if self._format == "json":
                     self._json("info", running.stage, "heartbeat", {"text": running.text, "seconds": seconds})
-                elif not self._quiet and not self._err.is_terminal:
-                    label = _LABEL.get(running.stage, running.stage)
-                    self._err.print(f"{label:<9} ... {seconds:.0f} s  {escape(running.text)}", soft_wrap=True)
+                elif not self._quiet and not self._redraws:
+                    label = running.stage
+                    self._err.print(
+                        f"{label:<{_LABEL_WIDTH}} ... {seconds:.0f} s  {escape(running.text)}", soft_wrap=True
+                    )
 
     def _show(self, event: Event) -> None:
-        label = _LABEL.get(event.stage, event.stage)
+        label = event.stage
         if event.kind == "finished":
             self._stop()
             seconds = event.fields.get("seconds", 0.0)
             mark = "cached" if event.fields.get("cached") else f"{seconds:.1f} s"
             text = f"  [dim]{escape(event.text)}[/dim]" if event.text else ""
-            self._err.print(f"[bold]{label:<9}[/bold] {mark:>8}{text}", soft_wrap=True)
+            self._err.print(f"[bold]{label:<{_LABEL_WIDTH}}[/bold] {mark:>8}{text}", soft_wrap=True)
         elif event.kind == "note":
-            self._err.print(f"{label:<9} {escape(event.text)}", soft_wrap=True)
-        elif self._err.is_terminal:
-            text = f"{label:<9} {escape(event.text)}"
-            if self._status is None:
-                self._status = self._err.status(text)
-                self._status.start()
-            else:
-                self._status.update(text)
+            self._err.print(f"{label:<{_LABEL_WIDTH}} {escape(event.text)}", soft_wrap=True)
+        elif self._redraws and self._live is None and self._running is not None:
+            # Wiped when the stage ends: the line that says so takes its place.
+            self._live = Live(_StageLine(self), console=self._err, refresh_per_second=8, transient=True)
+            self._live.start()
+            atexit.register(self._stop)  # an end by an unforeseen error leaves the cursor visible, too
 
     def _stop(self) -> None:
         self._running = None
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
     def fail(self, error: BuilderError) -> None:
         """One line: what is wrong, where, and what to do next."""
@@ -160,7 +179,7 @@ class Screen:
         self._err.print(f"[bold red]error[/bold red]: {escape(_one_line(str(error)))}", soft_wrap=True)
 
     def closing(self, outcomes: Sequence[Outcome]) -> None:
-        """What was built and proven, one row an engine."""
+        """What was built and proven: a few lines an engine, and a table when there are several."""
         self._stop()
         if self._format == "json":
             for outcome in outcomes:
@@ -169,34 +188,13 @@ class Screen:
             return
         if self._quiet:
             return
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for column in ("engine", "verdict", "attention", "GEMMs", "worst cosine", "layers", "size", "time"):
-            table.add_column(column, no_wrap=True)
         for outcome in outcomes:
-            s = summary(outcome)
-            colour = {"passed": "green", "failed": "red"}.get(outcome.verdict, "yellow")
-            table.add_row(
-                escape(str(report_label(outcome))),
-                f"[{colour}]{outcome.verdict}[/{colour}]",
-                _pairs(s["fused_attention"]),
-                _pairs(s["gemms"]),
-                "" if s["worst_cosine"] is None else f"{s['worst_cosine']:.6f}",
-                "" if s["layers"] is None else str(s["layers"]),
-                "" if s["bytes"] is None else f"{s['bytes'] / 1e6:.1f} MB",
-                f"{outcome.seconds:.1f} s",
-            )
-        self.out.print(table)
-        for outcome in outcomes:
-            published = outcome.verdict == "passed"
-            path = outcome.paths.engine if published else outcome.paths.report
-            self.out.print(f"  {'engine' if published else 'report'}: {escape(str(path))}", soft_wrap=True)
-            for reason in outcome.reasons:
-                self.out.print(f"  sm_{outcome.sm}: {escape(reason)}", soft_wrap=True)
-            if outcome.verdict == "passed" and not outcome.rebuilt:
-                self.out.print(
-                    f"  sm_{outcome.sm}: nothing rebuilt: recipe, source and builder are unchanged",
-                    soft_wrap=True,
-                )
+            for line in block(outcome, self.out.width):
+                # A path that is too long is left whole, so that it can be copied.
+                self.out.print(line, soft_wrap=True)
+        if len(outcomes) > 1:
+            self.out.print()
+            self.out.print(overview(outcomes))
 
     def _json(self, level: str, stage: str, event: str, fields: Mapping[str, Any]) -> None:
         line = {
@@ -225,36 +223,6 @@ class Screen:
                         screen._err.print(f"{level}: {escape(message)}", soft_wrap=True)
 
         return ScreenHandler()
-
-
-def report_label(outcome: Outcome) -> str:
-    """The engine's place below the output folder."""
-    return str(outcome.report["label"])
-
-
-def summary(outcome: Outcome) -> dict[str, Any]:
-    """The figures of the closing table."""
-    report = outcome.report
-    fidelity = report.get("fidelity")
-    file = report.get("engine_file")
-    published = outcome.verdict == "passed"
-    return {
-        "engine": str(outcome.paths.engine if published else outcome.paths.report),
-        "sm": outcome.sm,
-        "verdict": outcome.verdict,
-        "reasons": list(outcome.reasons),
-        "fused_attention": report.get("mha_precision") or {},
-        "gemms": report.get("gemm_by_precision") or {},
-        "worst_cosine": None if fidelity is None else fidelity.get("worst_cosine"),
-        "layers": report.get("total_layers"),
-        "bytes": None if file is None else file["bytes"],
-        "seconds": round(outcome.seconds, 3),
-        "rebuilt": outcome.rebuilt,
-    }
-
-
-def _pairs(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{n} {name}" for name, n in counts.items())
 
 
 def _one_line(text: str) -> str:

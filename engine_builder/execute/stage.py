@@ -75,7 +75,7 @@ def run_engine(
         backend.name,
         request,
         cancel=cancel,
-        on_progress=lambda p: progress(f"{p.phase}, {p.seconds:.0f} s"),
+        on_progress=lambda p: progress(p.phase),
     )
     report = compare_runs(asked.source, samples, execution, progress)
     for file in (*inputs, *(run.outputs for run in execution.runs)):
