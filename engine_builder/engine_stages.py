@@ -21,7 +21,6 @@ from engine_builder.conversion_stages import (
     CONVERTED,
 )
 from engine_builder.file_memory import FileMemory
-from engine_builder.one_line import plain
 from engine_builder.opening import (
     Opened,
 )
@@ -91,7 +90,7 @@ class Prepared:
 
 def engine_paths(recipe: Recipe, sm: int) -> OutputPaths:
     output = recipe.output
-    return output_paths(plain(output.dir), sm, recipe.model.name, recipe.precision.recipe, output.name)
+    return output_paths(output.dir, sm, recipe.model.name, recipe.precision.recipe, output.name)
 
 
 def plan_compile(
