@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from benchmarks.workshop import Workshop
 
 REPOSITORY = Path(__file__).parent.parent
 TINY_MODELS = ("sm_torchscript17", "md_torchscript17", "sm_dynamo20", "sm_dynamo23")
@@ -28,3 +32,11 @@ def shared() -> Path:
 def tiny_models(shared: Path) -> Mapping[str, Path]:
     """The four real exports of the tiny DiT (embed 128, 2 layers) by name."""
     return {name: shared / "models" / f"{name}.onnx" for name in TINY_MODELS}
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """Good conversions and engines of one sample model, made when a test first asks for them."""
+    from benchmarks.workshop import Workshop
+
+    return Workshop(tmp_path_factory.mktemp("workshop"))
