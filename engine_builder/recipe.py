@@ -615,8 +615,12 @@ def load_recipe(path: Path | str) -> Recipe:
     several faults the one that comes first in the file is told, the others are counted by line.
     """
     path = Path(path)
+    return read_recipe(_read(path, place(path)), path)
+
+
+def read_recipe(data: bytes, path: Path) -> Recipe:
+    """Check ``data``, the text of a recipe that lies or will lie at ``path``; raises as ``load_recipe``."""
     where = place(path)
-    data = _read(path, where)
     document = read_yaml(data, where)
     if not isinstance(document.value, dict):
         raise RecipeError(

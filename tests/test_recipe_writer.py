@@ -98,6 +98,22 @@ def test_an_existing_recipe_is_not_overwritten(tmp_path: Path, tiny_models: Mapp
     assert (tmp_path / "r.yaml").read_text() == "mine"
 
 
+def test_a_refused_answer_leaves_no_recipe(tmp_path: Path, tiny_models: Mapping[str, Path]) -> None:
+    done = command("init", str(tiny_models["sm_dynamo20"]), "--out", "new/r.yaml", "--sm", "9", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "must be an architecture such as 89, not 9" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_fp8_recipe_is_to_be_calibrated_first(tmp_path: Path, tiny_models: Mapping[str, Path]) -> None:
+    model = str(tiny_models["sm_dynamo20"])
+    done = command("init", model, "--out", "r.yaml", "--precision", "fp8", cwd=tmp_path)
+    assert done.stdout.strip() == (
+        "r.yaml: fp8 for sm_89; calibrate it with: entrypoint.py calibrate r.yaml; "
+        "then build it with: entrypoint.py r.yaml"
+    )
+
+
 def test_the_plan_says_what_is_missing_and_then_that_nothing_is(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     before = json.loads(command("plan", str(recipe), "--cache", "cache", "--json", cwd=tmp_path).stdout)

@@ -11,6 +11,7 @@ from typing import Annotated, Optional
 import typer
 
 from engine_builder.cli.session import SESSION, CacheDir, Debug, LogFormat, Quiet, default_cache
+from engine_builder.cli.shown_path import shown_path
 from engine_builder.errors import RecipeError
 
 
@@ -18,7 +19,7 @@ def init(
     model: Annotated[Path, typer.Argument(help="An fp32 ONNX model.")],
     out: Annotated[
         Optional[Path],  # noqa: UP045  (typer reads the annotation at run time)
-        typer.Option("--out", help="The recipe to write [default: NAME.yaml in this folder]."),
+        typer.Option("--out", help="The recipe to write.", show_default="NAME.yaml in this folder"),
     ] = None,
     name: Annotated[Optional[str], typer.Option(help="Name of the model's output folder.")] = None,  # noqa: UP045
     precision: Annotated[Optional[str], typer.Option(help="fp32, fp16, bf16 or fp8.")] = None,  # noqa: UP045
@@ -39,7 +40,7 @@ def init(
     On a terminal what no flag gives is asked for.
     """
     from engine_builder.durable import write_durably
-    from engine_builder.recipe import load_recipe, resolve_profiles
+    from engine_builder.recipe import read_recipe, resolve_profiles
     from engine_builder.recipe_writer import RecipeAnswers, write_recipe_text
     from engine_builder.source import open_source
 
@@ -66,12 +67,16 @@ def init(
     path = out or Path(f"{chosen.name}.yaml")
     if path.exists() and not force:
         raise RecipeError("exists already", where=str(path), hint="name another --out, or give --force")
-    text = write_recipe_text(model, path, source.inputs, chosen)
+    text = write_recipe_text(model, path, source.inputs, chosen).encode()
+    resolve_profiles(read_recipe(text, path), source.inputs)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(path, text.encode())
-    resolve_profiles(load_recipe(path), source.inputs)
+    write_durably(path, text)
     if not quiet:
-        typer.echo(f"{path}: {chosen.precision} for sm_{chosen.sm}; build it with: entrypoint.py {path}")
+        first = f"calibrate it with: entrypoint.py calibrate {path}; then "
+        first = first if chosen.precision == "fp8" else ""
+        typer.echo(
+            f"{path}: {chosen.precision} for sm_{chosen.sm}; {first}build it with: entrypoint.py {path}"
+        )
 
 
 def _range(text: str) -> tuple[str, tuple[int, int, int]]:
@@ -98,15 +103,16 @@ def plan(
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return
+    source = found["source"]
     typer.echo(
-        f"source   {found['source']['path']}, {found['source']['weight_bytes'] / 1e6:.0f} MB of weights"
+        f"source   {shown_path(Path(source['path']))}, {source['weight_bytes'] / 1e6:.0f} MB of weights"
     )
     for stage in found["stages"]:
         state = "cached" if stage["cached"] else f"~{stage['expected_seconds']:.0f} s"
         typer.echo(f"{stage['name']:<12} {state:>8}  {stage['reason']}")
     for engine in found["engines"]:
-        typer.echo(f"writes   {engine['engine']}")
-        typer.echo(f"         {engine['report']}, {Path(engine['manifest']).name}")
+        typer.echo(f"writes   {shown_path(Path(engine['engine']))}")
+        typer.echo(f"         {shown_path(Path(engine['report']))}, {Path(engine['manifest']).name}")
     needs = found["needs"]
     memory, disk = needs["memory_bytes"] / 1e9, needs["disk_bytes"] / 1e9
     typer.echo(f"needs    {memory:.1f} GB of memory, {disk:.1f} GB of disk, about {needs['seconds']:.0f} s")
