@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from engine_builder import __version__
 from engine_builder.cli.build import build, convert
 from engine_builder.cli.bundle import bundle
 from engine_builder.cli.calibrate import calibrate
@@ -16,6 +19,7 @@ from engine_builder.cli.explain import explain
 from engine_builder.cli.fleet import collect, k8s
 from engine_builder.cli.models import fidelity, sample, structures
 from engine_builder.cli.recipes import init, plan
+from engine_builder.cli.report import report
 from engine_builder.cli.session import SESSION
 from engine_builder.cli.stopping import stop_on_signals
 from engine_builder.cli.supply_chain import image_facts, provenance, sbom, verify_provenance
@@ -29,6 +33,11 @@ class DefaultToBuild(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         first = next((a for a in args if not a.startswith("-")), None)
         if first is not None and first not in self.commands:
+            if first == args[0] and not Path(first).suffix and not Path(first).exists():
+                known = [name for name, command in self.commands.items() if not command.hidden]
+                near = difflib.get_close_matches(first, known, 1)
+                closest = f" Did you mean {near[0]}?" if near else ""
+                ctx.fail(f"No such command or recipe '{first}'.{closest}")
             args = ["build", *args]
         return super().parse_args(ctx, args)
 
@@ -45,6 +54,21 @@ app = typer.Typer(
 )
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"sa3-builder {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _shared(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """The options of the program itself."""
+
+
 for command in (
     build,
     calibrate,
@@ -57,6 +81,7 @@ for command in (
     k8s,
     plan,
     provenance,
+    report,
     sample,
     sbom,
     schema,

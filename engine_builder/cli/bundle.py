@@ -37,7 +37,9 @@ def make(
     out: Annotated[Path, typer.Option("--out", help="The folder to make.")],
     name: Annotated[
         Optional[str],  # noqa: UP045  (typer reads the annotation at run time)
-        typer.Option(help="What the image is to be called on the closed site [default: as it is stored]."),
+        typer.Option(
+            help="What the image is to be called on the closed site.", show_default="as it is stored"
+        ),
     ] = None,
     models: Annotated[bool, typer.Option("--models/--no-models", help="Take the ONNX models along.")] = False,
     sbom: Annotated[
@@ -46,7 +48,7 @@ def make(
     ] = None,
     docs: Annotated[
         Optional[list[Path]],  # noqa: UP045
-        typer.Option("--docs", help="Documentation, files or folders [default: README.md and docs/]."),
+        typer.Option("--docs", help="Documentation, files or folders.", show_default="README.md and docs/"),
     ] = None,
     debug: Debug = False,
     quiet: Quiet = False,

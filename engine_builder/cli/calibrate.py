@@ -22,7 +22,7 @@ def calibrate(
     recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file; its model is calibrated.")],
     out: Annotated[
         Optional[Path],  # noqa: UP045  (typer reads the annotation at run time)
-        typer.Option("--out", help="The scales file to write [default: the recipe's precision.scales]."),
+        typer.Option("--out", help="The scales file to write.", show_default="the recipe's precision.scales"),
     ] = None,
     data: Annotated[
         Optional[Path],  # noqa: UP045
@@ -35,7 +35,7 @@ def calibrate(
     ] = False,
     lengths: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="Lengths of drawn inputs [default: those of the recipe's fidelity sweep]."),
+        typer.Option(help="Lengths of drawn inputs.", show_default="those of the recipe's fidelity sweep"),
     ] = None,
     t: Annotated[str, typer.Option(help="Diffusion times of drawn inputs.")] = "1.0,0.5,0.02",
     samples: Annotated[int, typer.Option(min=1, help="Draws per length and time.")] = 1,
@@ -90,6 +90,8 @@ def calibrate(
     screen.watch(Event("calibrate", "finished", _closing(scales), {"seconds": seconds, "cached": False}))
     if as_json:
         typer.echo(json.dumps(_summary(scales, destination, seconds), indent=1))
+    elif not quiet:
+        typer.echo(f"{destination}: {_closing(scales)}")
 
 
 def _data(

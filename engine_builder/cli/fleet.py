@@ -23,7 +23,9 @@ def k8s(
     image: Annotated[str, typer.Option("--image", help="The builder's image, by tag or digest.")],
     out: Annotated[
         Optional[Path],  # noqa: UP045  (typer reads the annotation at run time)
-        typer.Option("--out", help="Folder for a kustomize tree [default: plain YAML to standard output]."),
+        typer.Option(
+            "--out", help="Folder for a kustomize tree.", show_default="plain YAML to standard output"
+        ),
     ] = None,
     models: Annotated[
         str, typer.Option(help="Where models are: pvc:NAME or host:/FOLDER.")
@@ -51,7 +53,9 @@ def k8s(
     source_gb: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(
-            min=0.001, help="Size of each model in GB [default: as measured, or 5.8 if not on this machine]."
+            min=0.001,
+            help="Size of each model in GB.",
+            show_default="as measured, or 5.8 if not on this machine",
         ),
     ] = None,
     runtime_class: Annotated[
@@ -63,7 +67,7 @@ def k8s(
     ] = "auto",
     parallelism: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, help="Builds of an Indexed Job that run at once [default: all]."),
+        typer.Option(min=1, help="Builds of an Indexed Job that run at once.", show_default="all"),
     ] = None,
     allow_plugins: Annotated[
         bool, typer.Option("--allow-plugins", help="Let the jobs run the plugins that recipes name.")
@@ -118,7 +122,7 @@ def collect(
     ] = None,
     sm: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option("--sm", help="Architectures to expect [default: those that the recipes name]."),
+        typer.Option("--sm", help="Architectures to expect.", show_default="those that the recipes name"),
     ] = None,
     image: Annotated[
         Optional[str],  # noqa: UP045

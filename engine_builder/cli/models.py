@@ -30,10 +30,9 @@ def fidelity(
     log_format: LogFormat = "text",
 ) -> None:
     """Compare a converted model with its fp32 source, rounding every tensor as the hardware does."""
-    from verify.fidelity import sweep
-
     from engine_builder.events import Event
     from engine_builder.source import open_source
+    from verify.fidelity import sweep
 
     screen = SESSION.screen()
     for path in (reference, candidate):
@@ -74,7 +73,9 @@ def sample(
     spelling: Annotated[str, typer.Option(help="torchscript17, dynamo20 or dynamo23.")] = "torchscript17",
     differential: Annotated[
         Optional[bool],  # noqa: UP045
-        typer.Option("--differential/--standard", help="Kind of attention [default: as the size's model]."),
+        typer.Option(
+            "--differential/--standard", help="Kind of attention.", show_default="as the size's model"
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     debug: Debug = False,

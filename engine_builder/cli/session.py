@@ -76,7 +76,8 @@ CacheDir = Annotated[
     typer.Option(
         "--cache",
         envvar="SA3_BUILDER_CACHE",
-        help="Where results of stages are kept [default: the user's cache folder].",
+        help="Where results of stages are kept.",
+        show_default="the user's cache folder",
     ),
 ]
 

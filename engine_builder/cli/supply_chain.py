@@ -18,7 +18,7 @@ def sbom(
     ] = None,
     out: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("--out", help="File to write [default: standard output]."),
+        typer.Option("--out", help="File to write.", show_default="standard output"),
     ] = None,
     debug: Debug = False,
     quiet: Quiet = False,
@@ -63,7 +63,7 @@ def provenance(
     engine: Annotated[Path, typer.Argument(help="A published engine, with its manifest beside it.")],
     out: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("--out", help="File to write [default: <engine>.provenance.json beside it]."),
+        typer.Option("--out", help="File to write.", show_default="<engine>.provenance.json beside it"),
     ] = None,
     debug: Debug = False,
     quiet: Quiet = False,

@@ -45,7 +45,7 @@ def verify(
     ] = None,
     diff: Annotated[
         Optional[tuple[Path, Path]],  # noqa: UP045
-        typer.Option("--diff", help="Say what changed between two .verify.json instead."),
+        typer.Option("--diff", metavar="OLD NEW", help="Say what changed between two .verify.json instead."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     debug: Debug = False,

@@ -34,7 +34,7 @@ zeros during calibration quantizes to zeros by any scale.
 MAX_BYTES: Final = 256 << 20
 """A scales file is some 20 kB; with a range per output channel that of the medium model has 9 MB."""
 
-_RECALIBRATE: Final = "make it again with: entrypoint.py calibrate"
+_RECALIBRATE: Final = "make it again with: entrypoint.py calibrate RECIPE"
 
 Amax = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -196,7 +196,9 @@ def load_scales(path: Path) -> Scales:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise SourceModelError("no such scales file", where=where, hint=_RECALIBRATE) from None
+        raise SourceModelError(
+            "no such scales file", where=where, hint="make it with: entrypoint.py calibrate RECIPE"
+        ) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise SourceModelError(f"cannot be read: {reason}", where=where) from None
