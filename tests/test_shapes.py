@@ -160,3 +160,21 @@ def test_a_shape_that_depends_on_data_is_an_error() -> None:
     model = ir.from_proto(graph("(float[4] x) => (int64[1,n] y) { y = NonZero(x) }"))
     with pytest.raises(ConversionError, match=r"^the shape of y could not be derived$"):
         ShapeOracle(model, {}).shape(model.graph.outputs[0])
+
+
+def test_a_range_over_floats_is_as_long_as_their_values_say() -> None:
+    """Linearly spaced frequencies, as an exporter that folds no constants writes them."""
+    body = "end = Cast <to = 1> (count) r = Range(zero, end, half) u = Unsqueeze(r, first) y = MatMul(x, u)"
+    model = graph(
+        f"(float[n,1] x) => (float[n,m] y) {{ {body} }}", {"zero": 0.0, "half": 0.5, "count": 4, "first": [0]}
+    )
+    loaded = ir.from_proto(model)
+    assert ShapeOracle(loaded, {"x": (3, 1)}).shape(loaded.graph.outputs[0]) == (3, 8)
+
+
+def test_an_operand_of_unknown_shape_leaves_the_rest_unknown() -> None:
+    """An operator without a rule here, whose operand's shape depends on data."""
+    body = 'i = NonZero(x) f = Cast <to = 1> (i) y = Einsum <equation = "j,ij->i"> (x, f)'
+    model = ir.from_proto(graph(f"(float[4] x) => (float[1] y) {{ {body} }}"))
+    with pytest.raises(ConversionError, match=r"^the shape of y could not be derived$"):
+        ShapeOracle(model, {}).shape(model.graph.outputs[0])

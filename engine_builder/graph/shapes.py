@@ -9,6 +9,7 @@ table at L=4096?".
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 import onnx
@@ -161,6 +162,10 @@ class ShapeOracle:
                     if array.size <= _INTEGER_LIMIT:
                         self._values[id(output)] = array
                 return
+        if node.op_type == "Range":  # over floats: its length is in their values
+            with suppress(ConversionError):
+                self.evaluate(node.outputs[0])
+            return
         shapes = self._infer(node)
         for output, shape in zip(node.outputs, shapes, strict=False):
             if shape is not None:
@@ -205,8 +210,10 @@ class ShapeOracle:
         data: dict[str, onnx.TensorProto] = {}
         for value in node.inputs:
             shape = self._shape(value)
-            if value is None or value.name is None or shape is None or value.dtype is None:
+            if value is None:
                 continue
+            if value.name is None or shape is None or value.dtype is None:
+                return [None] * len(node.outputs)  # onnx asks for the type of every operand
             types[value.name] = onnx.helper.make_tensor_type_proto(int(value.dtype), shape)
             known = self._known(value)
             if known is not None:
@@ -233,6 +240,7 @@ class ShapeOracle:
 _SAME_SHAPE = frozenset(
     [
         "Cast",
+        "CastLike",
         "Identity",
         "Neg",
         "Sqrt",
