@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from engine_builder.bounded_file import read_bounded
 from engine_builder.errors import SourceModelError, VerificationError
 
 UNKNOWN: Final = "unknown"
@@ -236,6 +237,10 @@ def parse_metadata(text: str) -> tuple[str, ...]:
     return tuple(names)
 
 
+MAX_BYTES: Final = 512 << 20
+"""Of a layer dump or build log; the verbose log of the medium model's build has some tens of MB."""
+
+
 def load_layers(path: Path) -> EngineLayers:
     """Read a layer dump of any known spelling.
 
@@ -243,8 +248,8 @@ def load_layers(path: Path) -> EngineLayers:
     NotDetailed when it lists bare layer names.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
+        text = read_bounded(path, MAX_BYTES).decode("utf-8")
+    except FileNotFoundError as error:
         raise SourceModelError(f"cannot be read: {error.strerror}", where=str(path)) from error
     except UnicodeDecodeError as error:
         raise _foreign(str(path)) from error

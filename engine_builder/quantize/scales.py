@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
+from engine_builder.bounded_file import read_bounded
 from engine_builder.durable import disk_error, write_durably
 from engine_builder.errors import SourceModelError
 from engine_builder.graph.passes.insert_qdq import E4M3_MAX, LinearScale
@@ -31,8 +32,11 @@ TensorRT refuses a scale of zero, and a subnormal one may be flushed to zero.  A
 zeros during calibration quantizes to zeros by any scale.
 """
 
-MAX_BYTES: Final = 256 << 20
-"""A scales file is some 20 kB; with a range per output channel that of the medium model has 9 MB."""
+MAX_BYTES: Final = 32 << 20
+"""A scales file is some 20 kB; with a range per output channel that of the medium model has 9 MB.
+
+The limit is on memory: as Python's lists, JSON takes some twenty times its size.
+"""
 
 _RECALIBRATE: Final = "make it again with: entrypoint.py calibrate RECIPE"
 
@@ -191,19 +195,11 @@ def load_scales(path: Path) -> Scales:
     """
     where = place(path)
     try:
-        if path.is_dir():
-            raise SourceModelError("is a folder", where=where, hint="name the scales file in it")
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        data = read_bounded(path, MAX_BYTES)
     except FileNotFoundError:
         raise SourceModelError(
             "no such scales file", where=where, hint="make it with: entrypoint.py calibrate RECIPE"
         ) from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise SourceModelError(f"cannot be read: {reason}", where=where) from None
-    if len(data) > MAX_BYTES:
-        raise SourceModelError(f"is larger than {MAX_BYTES >> 20} MiB", where=where, hint=_RECALIBRATE)
     try:
         value = json.loads(data, object_pairs_hook=_unique)
     except RecursionError:
