@@ -216,6 +216,19 @@ def test_a_norm_without_any_of_its_casts_is_not() -> None:
     )
 
 
+def test_a_cast_that_was_moved_past_a_transpose_shows_in_the_kernels_name() -> None:
+    """The LayerNormalization of queries for sm_89: its cast's name is gone, the cast is not."""
+    first = layer("__myl_TranCastMeanSubMulMean_myl1_22", "turned pow", outputs="fp32 fp32")
+    second = layer("__myl_AddSqrtDivMulMulAdd_myl1_23", "gain", inputs="fp32 fp32", outputs="fp32")
+    assert judged(NORM, first, second, casts="in out").status is Status.PASSED
+    # A cast of something else, which the layer names, proves nothing; nor does one between 16-bit tensors.
+    other = replace(first, onnx_nodes=("turned", "pow", "other"))
+    lost = "no engine layer holds the casts around it: in, out"
+    assert reason(judged(NORM, other, second, casts="in out other")) == lost
+    half = replace(first, outputs=tensors("fp16", "fp16"))
+    assert reason(judged(NORM, half, second, casts="in out")) == lost
+
+
 def test_a_layer_with_part_of_a_norm_and_no_cast_has_fp32_tensors_alone() -> None:
     casts = layer("__myl_Cast_myl1_1", "in", outputs="fp32")
     inner = layer("__myl_MulMean_myl1_2", "pow", inputs="fp32", outputs="fp16")
