@@ -52,7 +52,7 @@ from benchmarks.fault_kinds import (
     version_2,
     without_norms,
 )
-from benchmarks.workshop import Kind, Workshop
+from benchmarks.workshop import Workshop
 from engine_builder.recipe import Profile, ShapeRange
 from engine_builder.sample import SampleSpec, Size, Spelling
 from verify.layers import LayerRecord
