@@ -285,6 +285,17 @@ def outside(
     return graph([node("MatMul", "w x", "y")], [weight])
 
 
+def overlapping() -> onnx.ModelProto:
+    """Two weights of which one begins in the middle of the other."""
+    model = outside("m.onnx.data")
+    second = outside("m.onnx.data", offset="32").graph.initializer[0]
+    second.name = "v"
+    model.graph.initializer.append(second)
+    model.graph.node[0].output[0] = "z"
+    model.graph.node.append(node("MatMul", "v z", "y"))
+    return model
+
+
 def with_sidecar(build: Callable[[], onnx.ModelProto], put: Callable[[Path], object] | None = None) -> Make:
     def make(folder: Path) -> list[str]:
         (folder / "m.onnx").write_bytes(build().SerializeToString())
@@ -380,6 +391,7 @@ MODEL_FILES: Mapping[str, Make] = {
     "weights of 2^60 bytes": with_sidecar(
         lambda: outside("m.onnx.data", length=str(2**60), dims=(2**29, 2**29))
     ),
+    "weights that overlap": with_sidecar(overlapping),
     "a name with NUL": with_sidecar(lambda: outside("m.onnx\0.data")),
     "a weight of 2^62 elements, stored inside": of_model(
         lambda: graph([node("MatMul", "w x", "y")], [TensorProto(name="w", data_type=1, dims=[2**31, 2**31])])
