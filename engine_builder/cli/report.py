@@ -23,7 +23,7 @@ def report(
     compare: Annotated[bool, typer.Option("--compare", help="Compare two builds.")] = False,
     out: Annotated[
         Optional[Path],  # noqa: UP045  (typer reads the annotation at run time)
-        typer.Option("--out", help="The HTML file to write [default: .report.html beside the engine]."),
+        typer.Option("--out", help="The HTML file to write.", show_default=".report.html beside the engine"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
     cache: CacheDir = None,
