@@ -57,7 +57,9 @@ def test_a_product_is_spelled_as_matmul_and_computes_the_same(equation: str) -> 
     assert model.graph.node(len(PRODUCTS[equation]) - 1).name == "y"
     proto = ir.to_proto(model)
     (found,) = ReferenceEvaluator(proto).run(None, {f"x{n}": x for n, x in enumerate(operands)})
-    np.testing.assert_allclose(np.asarray(found, np.float32), np.einsum(equation, *operands), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        np.asarray(found, np.float32), np.einsum(equation, *operands), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("equation", OTHERS)
