@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -52,6 +54,15 @@ def baked(source: Path, out: Path, trunk: Any = "fp32") -> tuple[RotaryTable, ..
     return convert(ir.load(source), out, ConversionOptions(trunk, trunk, rotary="baked"), LENGTHS).tables
 
 
+@lru_cache(maxsize=None)
+def baked_sample(
+    spelling: Spelling, differential: bool, trunk: str = "bf16"
+) -> tuple[Path, tuple[RotaryTable, ...]]:
+    """A sample with baked tables, converted once for all tests that only read it."""
+    out = Path(mkdtemp(prefix="sa3-baked-")) / "baked.onnx"
+    return out, baked(sample(spelling, differential), out, trunk)
+
+
 def angles(rows: int) -> Array:
     """The rotary angle as the graphs compute it: fp32 positions times fp32 inverse frequencies."""
     inverse = next(
@@ -66,13 +77,18 @@ def angles(rows: int) -> Array:
 # The tables ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trunk", ["fp32", "bf16"])
-@pytest.mark.parametrize(("spelling", "differential"), SAMPLES)
+@pytest.mark.parametrize(
+    ("spelling", "differential", "trunk"),
+    [
+        *((*kind, "bf16") for kind in SAMPLES),
+        (Spelling.DYNAMO20, False, "fp32"),
+        (Spelling.DYNAMO20, True, "fp16"),
+    ],
+)
 def test_a_table_holds_cosine_and_sine_of_the_fp32_angle(
-    spelling: Spelling, differential: bool, trunk: str, tmp_path: Path
+    spelling: Spelling, differential: bool, trunk: str
 ) -> None:
-    out = tmp_path / "baked.onnx"
-    tables = baked(sample(spelling, differential), out, trunk)
+    out, tables = baked_sample(spelling, differential, trunk)
     assert [(t.name, t.rows, t.prepended) for t in tables] == [
         ("rotary_cos_table", ROWS, 64),
         ("rotary_sin_table", ROWS, 64),
@@ -90,11 +106,9 @@ def test_a_table_holds_cosine_and_sine_of_the_fp32_angle(
 
 
 @pytest.mark.parametrize(("spelling", "differential"), SAMPLES)
-def test_nothing_of_the_chain_survives(spelling: Spelling, differential: bool, tmp_path: Path) -> None:
-    out = tmp_path / "baked.onnx"
-    source = sample(spelling, differential)
-    before = find_structures(ir.load(source))
-    baked(source, out, "bf16")
+def test_nothing_of_the_chain_survives(spelling: Spelling, differential: bool) -> None:
+    before = find_structures(ir.load(sample(spelling, differential)))
+    out, _ = baked_sample(spelling, differential)
     model = ir.load(out)
     left = {node.name for node in model.graph}
     chain = {n.name for r in before.rotary for n in (*r.angle_nodes, *r.trig)}
@@ -129,9 +143,8 @@ def test_a_baked_graph_computes_what_its_source_does(
 
 
 @pytest.mark.parametrize("length", [1, 64, 4096])
-def test_each_length_reads_its_own_rows(length: int, tmp_path: Path) -> None:
-    out = tmp_path / "baked.onnx"
-    baked(sample(Spelling.DYNAMO20, False), out)
+def test_each_length_reads_its_own_rows(length: int) -> None:
+    out, _ = baked_sample(Spelling.DYNAMO20, False, "fp32")
     model = onnx.load(out)
     slices = [
         n.output[0] for n in model.graph.node if set(n.input) & {"rotary_cos_table", "rotary_sin_table"}

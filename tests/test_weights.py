@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 import textwrap
@@ -212,7 +211,7 @@ def big_model(folder: Path) -> Path:
 
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     script = textwrap.dedent("""
-        import resource, sys
+        import re, sys
         from pathlib import Path
         import onnx_ir as ir
         from engine_builder.precision.convert import convert
@@ -222,7 +221,8 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
         done = convert(ir.load(sys.argv[1]), out, options, [{"x0": (1, 2048)}])
         assert done.counts["linears"] == 25, done.counts
         assert [f.name for f in done.files] == ["out.onnx", "out.onnx.data"]
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        # Not ru_maxrss: that of a child starts with what its parent had when it forked.
+        print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024)
     """)
     source, out = big_model(tmp_path), tmp_path / "out.onnx"
     ran = subprocess.run(
@@ -232,7 +232,8 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert out.with_name("out.onnx.data").stat().st_size >= MODEL_BYTES // 2
-    assert resource.getpagesize() < int(ran.stdout) < LIMIT_BYTES < MODEL_BYTES
+    peak = int(ran.stdout)
+    assert 50 << 20 < peak < LIMIT_BYTES < MODEL_BYTES
     first = np.fromfile(out.with_name("out.onnx.data"), ml_dtypes.bfloat16, WIDTH)
     np.testing.assert_array_equal(
         first, np.linspace(-1, 1, WIDTH, dtype=np.float32).astype(ml_dtypes.bfloat16)
