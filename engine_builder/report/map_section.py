@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from engine_builder.report.figures import type_class
 from engine_builder.report.markup import Child, Markup, tag
 from engine_builder.report.precision_map import KINDS, MappedStructure
-from engine_builder.report.sections import numbers, section
+from engine_builder.report.sections import section
 from engine_builder.report.subject import Subject
 
 Fault = Callable[[MappedStructure], str]
@@ -38,7 +38,9 @@ def precision_map(subject: Subject) -> Markup:
     ]
     parts.append(tag("h3", "With the engine layers that hold them"))
     listings = [
-        numbers(_listing(members, subject.fault), f"{place}: {len(members)} structures")
+        tag(
+            "details", tag("summary", f"{place}: {len(members)} structures"), _listing(members, subject.fault)
+        )
         for place, members in (*by_place, ("Outside the blocks", outside))
         if members
     ]

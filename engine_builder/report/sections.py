@@ -522,8 +522,8 @@ def origin(subject: Subject) -> Markup:
 
 
 def numbers(content: Child, summary: str) -> Markup:
-    """Something to unfold."""
-    return tag("details", tag("summary", summary), content)
+    """The numbers of a plot, to unfold on a screen; paper shows them."""
+    return tag("details", tag("summary", summary), content, class_="print-open")
 
 
 def _range(profile: Mapping[str, Sequence[int]]) -> str:
