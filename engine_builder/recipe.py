@@ -615,6 +615,12 @@ def load_recipe(path: Path | str) -> Recipe:
     several faults the one that comes first in the file is told, the others are counted by line.
     """
     path = Path(path)
+    if path.suffix == ".onnx" and path.is_file():
+        raise RecipeError(
+            "is a model, not a recipe",
+            where=place(path),
+            hint=f"write a recipe for it with: entrypoint.py init {place(path)}",
+        )
     return read_recipe(_read(path, place(path)), path)
 
 

@@ -511,3 +511,12 @@ def test_unnamed_dimensions_are_independent(tmp_path: Path) -> None:
         TensorSpec("local_add_cond", "float32", (1, 257, None)),
     )
     assert resolve_profiles(recipe, inputs)[0].shapes["local_add_cond"].max == (1, 257, 4095)
+
+
+def test_a_model_in_place_of_a_recipe_leads_to_init(tmp_path: Path) -> None:
+    model = tmp_path / "dit.onnx"
+    model.write_bytes(b"\x08\x08")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(model)
+    hint = f"write a recipe for it with: entrypoint.py init {model}"
+    assert str(caught.value) == f"{model}: is a model, not a recipe ({hint})"
