@@ -291,7 +291,7 @@ def overlapping() -> onnx.ModelProto:
     second = outside("m.onnx.data", offset="32").graph.initializer[0]
     second.name = "v"
     model.graph.initializer.append(second)
-    model.graph.node[0].output[0] = "z"
+    model.graph.node[0].name, model.graph.node[0].output[0] = "/z", "z"
     model.graph.node.append(node("MatMul", "v z", "y"))
     return model
 
@@ -411,7 +411,12 @@ MODEL_FILES: Mapping[str, Make] = {
     "a circle": of_model(
         lambda: graph([node("Relu", "b", "a"), node("Relu", "a", "b"), node("Add", "x a", "y")])
     ),
-    "one name for two values": of_model(lambda: graph([node("Relu", "x", "y"), node("Abs", "x", "y")])),
+    "one name for two values": of_model(
+        lambda: graph([node("Relu", "x", "y"), helper.make_node("Abs", ["x"], ["y"], name="/z")])
+    ),
+    "one name for two nodes": of_model(
+        lambda: graph([node("Relu", "x", "y"), helper.make_node("Abs", ["x"], ["z"], name="/y")])
+    ),
     "one name for two weights": of_model(
         lambda: graph([node("MatMul", "w x", "y")], [weight("w", 4, 4), weight("w", 4, 4)])
     ),
