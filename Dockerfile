@@ -91,6 +91,7 @@ LABEL org.opencontainers.image.title="sa3-builder" \
 
 ENV PYTHONDONTWRITEBYTECODE=1 \
     SA3_BUILDER_CACHE=/cache \
+    SA3_BUILDER_REPORT=1 \
     HOME=/tmp
 WORKDIR /recipes
 USER 10001:10001

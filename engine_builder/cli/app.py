@@ -32,7 +32,9 @@ class DefaultToBuild(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         first = next((a for a in args if not a.startswith("-")), None)
-        if first is not None and first not in self.commands:
+        # The program's own options take values too, as --show-completion bash does.
+        own = {option for parameter in self.get_params(ctx) for option in parameter.opts}
+        if first is not None and first not in self.commands and args[0].partition("=")[0] not in own:
             if first == args[0] and not Path(first).suffix and not Path(first).exists():
                 known = [name for name, command in self.commands.items() if not command.hidden]
                 near = difflib.get_close_matches(first, known, 1)
