@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -54,7 +54,7 @@ def baked(source: Path, out: Path, trunk: Any = "fp32") -> tuple[RotaryTable, ..
     return convert(ir.load(source), out, ConversionOptions(trunk, trunk, rotary="baked"), LENGTHS).tables
 
 
-@lru_cache(maxsize=None)
+@cache
 def baked_sample(
     spelling: Spelling, differential: bool, trunk: str = "bf16"
 ) -> tuple[Path, tuple[RotaryTable, ...]]:
