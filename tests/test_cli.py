@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 
 from engine_builder import __version__
 from engine_builder.cli.app import app
+from tests.conftest import REPOSITORY
 
 
 def commands(group: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -43,3 +46,12 @@ def test_a_misspelt_command_is_named(word: str, message: str) -> None:
 
 def test_version() -> None:
     assert CliRunner().invoke(app, ["--version"]).output == f"sa3-builder {__version__}\n"
+
+
+def test_a_python_without_the_requirements_leads_to_make_venv() -> None:
+    # -S leaves the environment's packages out.
+    script = str(REPOSITORY / "entrypoint.py")
+    done = subprocess.run([sys.executable, "-S", script, "r.yaml"], capture_output=True, text=True)
+    assert done.returncode == 3
+    hint = "make venv, then .venv/bin/python entrypoint.py"
+    assert done.stderr == f"error: {sys.executable}: has no module typer ({hint})\n"
