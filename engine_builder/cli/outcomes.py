@@ -79,7 +79,7 @@ def _facts(outcome: Outcome) -> Iterator[tuple[str, str]]:
     if figures["page"] is not None:
         yield "page", shown_path(outcome.paths.page)
     same = published and not outcome.rebuilt
-    unchanged = "; nothing rebuilt: recipe, source and builder are unchanged" if same else ""
+    unchanged = "; this very engine was published before" if same else ""
     yield "time", f"{outcome.seconds:.1f} s{unchanged}"
 
 
