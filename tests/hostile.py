@@ -37,8 +37,8 @@ MAX_LINE = 1_500
 """Characters in the one line that says what is wrong."""
 
 RECIPE_ERROR, SOURCE_ERROR, VERDICT = (2,), (4,), (4, 7)
-REFUSED = (4, 5, 6, 7, 8)
-"""For models that are well-formed files: any stage may be the one that refuses them."""
+REFUSED = (2, 4, 5, 6, 7, 8)
+"""For models that are well-formed files: any stage may be the one that refuses them, the recipe too."""
 
 Make = Callable[[Path], list[str]]
 
@@ -423,13 +423,13 @@ MODEL_FILES: Mapping[str, Make] = {
     "a value from nowhere": of_model(lambda: graph([node("Add", "x nowhere", "y")])),
     "no graph": of_model(lambda: onnx.ModelProto(ir_version=10)),
     "no nodes": of_model(lambda: graph([])),
-    "no inputs": of_model(lambda: graph([node("Relu", "w", "y")], [weight("w", 4)], inputs=[])),
     "opset 9,999": of_model(lambda: graph([node("Relu", "x", "y")], opset=9_999)),
     "opset 1": of_model(lambda: graph([node("Relu", "x", "y")], opset=1)),
-    "a function that calls itself": of_model(calling_itself),
 }
 
 MODEL_GRAPHS: Mapping[str, Make] = {
+    "a function that calls itself": of_model(calling_itself),
+    "no inputs": of_model(lambda: graph([node("Relu", "w", "y")], [weight("w", 4)], inputs=[])),
     "2^40 nodes by functions that call twice": of_model(lambda: doubling(40)),
     "a chain of 20,000 nodes": of_model(
         lambda: graph(
@@ -606,6 +606,7 @@ LAYER_FILES: Mapping[str, Make] = {
     "not UTF-8": of_layers(b'{"Layers": ["\xff\xfe"]}'),
     "100,000 brackets deep": of_layers(b"[" * 100_000),
     "100,000 braces deep": of_layers(b'{"Layers":' * 100_000),
+    "a number of a million digits": of_layers(b'{"Layers": [' + b"9" * 1_000_000 + b"]}"),
     "names for layers": of_layers(b'{"Layers": ["a", "b"], "Bindings": []}'),
     "a number for layers": of_layers(b'{"Layers": 7}'),
     "inputs that are a number": inspector(Inputs=7),

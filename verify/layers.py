@@ -379,6 +379,8 @@ def parse_inspector_json(text: str, *, where: str | None = None) -> EngineLayers
     except json.JSONDecodeError as error:
         at = f"line {error.lineno}, column {error.colno}"
         raise _damaged(f"not valid JSON at {at} ({error.msg}): it may be cut short", where) from error
+    except (ValueError, RecursionError) as error:  # a number of too many digits; nested too deeply
+        raise _damaged(f"JSON that no inspector writes ({error})", where) from error
     entries = document.get("Layers") if isinstance(document, dict) else None
     if not isinstance(entries, list) or not entries:
         raise _foreign(where)
