@@ -282,7 +282,7 @@ def _per_channel_scale(*, axis_out: bool) -> Damage:
         node = _dequantizer(linear, weight=True)
         axis = linear.weight_axis_out if axis_out else 1 - linear.weight_axis_out
         shape = _values(node.inputs[0]).shape
-        scales = np.full(shape[axis], float(_values(node.inputs[1])))
+        scales = np.linspace(1, 2, shape[axis]) * float(_values(node.inputs[1]))
         name = f"{linear.name}.scales"
         node.replace_input_with(1, _constant(model, name, scales.astype(trunk_type(model).numpy())))
         node.resize_inputs(2)
@@ -321,21 +321,21 @@ def _renamed(model: ir.Model) -> tuple[str, ...]:
 
 
 def _quantized_attention(model: ir.Model) -> tuple[str, ...]:
-    """q of one core is quantized to fp8 and back: TensorRT no longer fuses the core."""
+    """q, k and the probabilities of one core are quantized to fp8 and back: TensorRT no longer fuses it."""
     core = find_structures(model).attention[0]
     dtype = trunk_type(model)
-    q = core.qk.inputs[0]
-    assert q is not None
-    scale = _constant(model, "q_scale", np.array(0.05, np.float32).astype(dtype.numpy()))
-    zero = _constant(model, "q_zero", np.zeros((), ml_dtypes.float8_e4m3fn))
-    pair = []
-    value = q
-    for op, kind in (("QuantizeLinear", ir.DataType.FLOAT8E4M3FN), ("DequantizeLinear", dtype)):
-        out = ir.Value(name=f"attention_{op}", type=ir.TensorType(kind), shape=q.shape)
-        pair.append(ir.node(op, [value, scale, zero], outputs=[out], name=f"attention_{op}"))
-        value = out
-    model.graph.insert_before(core.qk, pair)
-    core.qk.replace_input_with(0, value)
+    scale = _constant(model, "attention_scale", np.array(0.05, np.float32).astype(dtype.numpy()))
+    zero = _constant(model, "attention_zero", np.zeros((), ml_dtypes.float8_e4m3fn))
+    for reader, index in ((core.qk, 0), (core.qk, 1), (core.pv, 0)):
+        value = reader.inputs[index]
+        assert value is not None
+        for op, kind in (("QuantizeLinear", ir.DataType.FLOAT8E4M3FN), ("DequantizeLinear", dtype)):
+            name = f"{reader.name}.{index}.{op}"
+            out = ir.Value(name=name, type=ir.TensorType(kind), shape=value.shape)
+            node = ir.node(op, [value, scale, zero], outputs=[out], name=name)
+            model.graph.insert_before(reader, node)
+            value = out
+        reader.replace_input_with(index, value)
     return (core.name,)
 
 

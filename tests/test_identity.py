@@ -125,6 +125,17 @@ def test_an_fp8_product_reads_fp8_on_both_operands() -> None:
     assert judged(product("fp8", PromiseKind.FP8_LINEAR), two).status is Status.PASSED
 
 
+def test_fp8_that_is_cast_before_the_product_is_no_fp8_product() -> None:
+    """What TensorRT-RTX makes of a weight with a scale per input channel."""
+    kernel = layer("__myl_CastMulCastCastMulFc_myl1_50", "a", "fp8", "fp8 fp16", "runtime_fusion")
+    check = judged(product("fp8", PromiseKind.FP8_LINEAR), kernel)
+    assert reason(check).endswith("reads fp8 and casts it before the product")
+    assert count_layers([kernel]).gemms == {"mixed": 1}
+    epilogue = replace(kernel, name="__myl_FcCast_myl1_84")
+    assert judged(product("fp8", PromiseKind.FP8_LINEAR), epilogue).status is Status.PASSED
+    assert count_layers([epilogue]).gemms == {"fp8": 1}
+
+
 def test_tf32_shows_in_the_tactic_and_is_a_matter_of_the_recipe() -> None:
     rounded = layer(
         "a_myl1_1",

@@ -44,6 +44,12 @@ def attention_type(layer: LayerRecord) -> str:
     return types.pop() if len(types) == 1 else "mixed" if types else "unknown"
 
 
+def gemm_type(layer: LayerRecord) -> str:
+    """The type of a product's operands; ``mixed`` where FP8 is cast to another type before it."""
+    dtype = layer.product_dtype or "unknown"
+    return "mixed" if dtype == "fp8" and layer.casts_before_product else dtype
+
+
 def count_layers(layers: Sequence[LayerRecord], trig_nodes: Collection[str] | None = None) -> LayerCounts:
     """Counts ``layers``.
 
@@ -64,9 +70,7 @@ def count_layers(layers: Sequence[LayerRecord], trig_nodes: Collection[str] | No
         layers=len(layers),
         by_layer_type=dict(sorted(Counter(layer.layer_type for layer in layers).items())),
         by_output_type=dict(sorted(Counter(t.dtype for layer in layers for t in layer.outputs).items())),
-        gemms=dict(
-            sorted(Counter(layer.product_dtype or "unknown" for layer in layers if layer.is_gemm).items())
-        ),
+        gemms=dict(sorted(Counter(gemm_type(layer) for layer in layers if layer.is_gemm).items())),
         fused_attention=dict(
             sorted(Counter(attention_type(layer) for layer in layers if layer.is_fused_attention).items())
         ),

@@ -193,10 +193,12 @@ def _wrong_product(promise: Promise, engine: _Engine, tf32: bool) -> str | _Unkn
 
 
 def _operand_type(layer: LayerRecord) -> str:
-    """The type that a product is computed on; FP8 only when both operands are."""
+    """The type that a product is computed on; FP8 only when both operands are and stay so."""
     dtype = layer.product_dtype or UNKNOWN
     if dtype == "fp8" and not _reads_two_fp8(layer):
         return "fp8 on one operand only"
+    if dtype == "fp8" and layer.casts_before_product:
+        return "fp8 and casts it before the product"
     return dtype
 
 

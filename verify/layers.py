@@ -155,6 +155,15 @@ class LayerRecord:
         return next((t.dtype for t in self.inputs if t.dtype in FLOATING), UNKNOWN)
 
     @property
+    def casts_before_product(self) -> bool:
+        """True for a generated kernel that casts its operands and multiplies what comes of it.
+
+        Stored in FP8 and computed in another type: what becomes of a weight with a scale per input
+        channel (``__myl_CastMulCastCastMulFc``, measured).
+        """
+        return "Fc" in self.operators and "Cast" in self.operators[: self.operators.index("Fc")]
+
+    @property
     def reads_fp8(self) -> bool:
         """True when an input or a constant is FP8; an FP8 output alone is only a quantize."""
         return any(t.dtype == "fp8" for t in self.inputs + self.constants)
