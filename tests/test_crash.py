@@ -150,7 +150,7 @@ def compiled_late(tmp_path_factory: pytest.TempPathFactory) -> Site:
     return site
 
 
-@pytest.mark.parametrize("megabytes", [600, 800, 900])
+@pytest.mark.parametrize("megabytes", [800, 900])
 def test_memory_that_runs_out_in_tensorrt(compiled_late: Site, megabytes: int) -> None:
     """The compiler's process has the limit of its parent.  Measured with TensorRT-RTX 1.7.1 on two
     cores, the tiny model builds within 1,000 MB of address space; below that it fails in one of several
@@ -194,7 +194,6 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[Path, str], None]]:
     ("size", "what"),
     [
         ("4m", "the sample model, 6 MB"),
-        ("8m", "the converted model, 3 MB"),
         ("12m", "the engine, 9 MB"),
     ],
 )
