@@ -269,8 +269,12 @@ def provenance(*layers: LayerRecord, exact: bool = False) -> tuple[Failure, ...]
 
 
 def test_the_parsers_own_layers_are_no_foreign_nodes() -> None:
-    helpers = layer("l", "a b w x__fp16 a_12 ONNXTRT_Broadcast_3")
+    helpers = layer("l", "a b w x__fp16 ONNXTRT_Broadcast_3")
     assert provenance(helpers, exact=True) == ()
+    numbered = replace(helpers, onnx_nodes=(*helpers.onnx_nodes, "a_12"))
+    assert provenance(numbered) == ()
+    (failure,) = provenance(numbered, exact=True)
+    assert failure.subject == "a_12"
 
 
 def test_a_product_of_the_graph_must_be_in_the_engine() -> None:

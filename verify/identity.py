@@ -273,10 +273,12 @@ def check_provenance(
     held = index_by_node(layers)
 
     def is_foreign(name: str) -> bool:
-        # The parser numbers the layers of a node that it spells with several: name_12.
+        if name in nodes or name in constants or name.startswith(_HELPER):
+            return False
+        # The parser numbers the layers of a node that it spells with several: name_12.  Exporters
+        # number nodes in the same way, so that this is only allowed for where it may happen.
         base, _, number = name.rpartition("_")
-        known = name in nodes or name in constants or (number.isdigit() and base in nodes)
-        return not known and not name.startswith(_HELPER)
+        return exact or not (number.isdigit() and base in nodes)
 
     failures = [
         Failure(name, "no engine layer was made from this node", (name,), ())

@@ -276,6 +276,8 @@ _TENSOR: Final = re.compile(
     r"(?:, Strides: \[[^]]*\], StrideOrder: \[[^]]*\])?"
     r"(?:, Datatype: (?P<dtype>[^,{}]*), Format: |, Format/Datatype: )(?P<format>[^{}]*?) ?\}(?:, )?"
 )
+_METADATA: Final = ", Metadata: "
+"""Before the last entry of a layer's line; one without it, among others that have it, was cut short."""
 _TACTIC: Final = re.compile(r", TacticName: (?P<tactic>[^,]*)")
 _IO_LINE: Final = re.compile(
     r"\s*Name: (?P<name>.*?), IOMode: (?P<mode>\w+), DataType: (?P<dtype>[^,]*), "
@@ -296,6 +298,7 @@ def parse_build_log(text: str, *, where: str | None = None) -> EngineLayers:
     lines = (table if title else text).splitlines()
     layers: list[LayerRecord] = []
     io: list[EngineIO] = []
+    ended: list[bool] = []
     bare = 0
     section = "Layers:"
     for line in lines:
@@ -305,6 +308,7 @@ def parse_build_log(text: str, *, where: str | None = None) -> EngineLayers:
             io.append(_io_from_line(entry, line))
         elif section == "Layers:" and line.startswith("Name: "):
             layers.append(_layer_from_line(line, len(layers), where))
+            ended.append(_METADATA in line)
         elif section == "Layers:" and not line.strip():
             if layers or bare:
                 section = ""
@@ -314,6 +318,8 @@ def parse_build_log(text: str, *, where: str | None = None) -> EngineLayers:
         raise _not_detailed(where)
     if not layers:
         raise _foreign(where)
+    if any(ended) and not all(ended):
+        raise _damaged(f"layer {ended.index(False)} ends early", where)
     return EngineLayers(tuple(layers), tuple(io), "builder log")
 
 
@@ -333,7 +339,7 @@ def _layer_from_line(line: str, index: int, where: str | None) -> LayerRecord:
             raise _damaged(f"layer {index} ({head['name']}) has an unreadable {section['key']} list", where)
         position += 1
         tensors[section["key"]] = tuple(found)
-    rest, _, metadata = line[position:].partition(", Metadata: ")
+    rest, _, metadata = line[position:].partition(_METADATA)
     tactic = _TACTIC.search(rest)
     try:
         nodes = parse_metadata(metadata)
