@@ -121,6 +121,7 @@ def judge(
             graph.fp8_linears,
             table_faults(graph.model, found.rotary, longest) if graph.options.rotary == "baked" else {},
         )
+        nodes = {n.name or "" for n in graph.model.graph.all_nodes()}
         if engine is None:
             checks.extend(check_graph_promises(promises))
         else:
@@ -130,16 +131,17 @@ def judge(
                     engine.layers,
                     linears=[linear.name for linear in found.linears],
                     casts=float_casts(graph.model.graph),
+                    nodes=nodes,
                     tf32=tf32,
                 )
             )
             checks.append(
                 check_provenance(
-                    {n.name or "" for n in graph.model.graph.all_nodes()},
+                    nodes,
                     set(graph.model.graph.initializers),
                     lasting_products(graph.model.graph, found),
                     engine.layers,
-                    exact=engine.lists_graph_names and all(n.name for n in graph.model.graph.all_nodes()),
+                    exact=engine.lists_graph_names and "" not in nodes,
                 )
             )
         if source_counts is not None:

@@ -56,6 +56,7 @@ class _Engine:
     held: Mapping[str, tuple[LayerRecord, ...]]
     linears: Collection[str]
     casts: Collection[str]
+    nodes: Collection[str]
 
 
 def check_promises(
@@ -64,6 +65,7 @@ def check_promises(
     *,
     linears: Collection[str] = (),
     casts: Collection[str] = (),
+    nodes: Collection[str] = (),
     tf32: bool = False,
 ) -> tuple[Check, ...]:
     """One check per kind of promise, in a fixed order; a kind without promises is not applicable.
@@ -73,9 +75,10 @@ def check_promises(
         layers: The engine's layers.
         linears: Names of all linears of the graph.
         casts: Names of all its casts between float types.
+        nodes: Names of all its nodes; an unknown name in a layer may be a cast of another graph.
         tf32: Whether fp32 products may round their operands to TF32.
     """
-    engine = _Engine(index_by_node(layers), frozenset(linears), frozenset(casts))
+    engine = _Engine(index_by_node(layers), frozenset(linears), frozenset(casts), frozenset(nodes))
     return tuple(_check(kind, [p for p in promises if p.kind == kind], engine, tf32) for kind in PromiseKind)
 
 
@@ -236,7 +239,10 @@ def _casts_unnamed(layer: LayerRecord, engine: _Engine) -> bool:
     """Whether a generated kernel casts to or from fp32 more often than it lists casts of the graph."""
     if not any(tensor.dtype == "fp32" for tensor in (*layer.inputs, *layer.outputs)):
         return False
-    return layer.operators.count("Cast") > sum(name in engine.casts for name in layer.onnx_nodes)
+    named = sum(
+        name in engine.casts or (bool(engine.nodes) and name not in engine.nodes) for name in layer.onnx_nodes
+    )
+    return layer.operators.count("Cast") > named
 
 
 _HELPER = "ONNXTRT_"
