@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,14 +110,15 @@ def reach_min_cosine(
     return replace(opened, options=chosen), entry
 
 
-def convert_source(opened: Opened, out: Path) -> Mapping[str, Any]:
+def convert_source(opened: Opened, out: Path, check: Callable[[], None] | None = None) -> Mapping[str, Any]:
     from engine_builder.precision.convert import convert
 
     source, options, scales = opened.source, opened.options, opened.scales
     ranges = None
     if scales is not None and options.fp8 is not None:
         ranges = scales.scales.ranges(options.fp8.weights)
-    conversion = convert(load_graph(source), out, options, table_lengths(source, opened.profiles), ranges)
+    lengths = table_lengths(source, opened.profiles)
+    conversion = convert(load_graph(source), out, options, lengths, ranges, check)
     rounded = conversion.losses
     return {
         "files": [describe_file(path) for path in conversion.files],

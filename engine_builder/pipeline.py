@@ -124,7 +124,7 @@ def prepare(recipe: Recipe, backend: Backend, settings: Settings, cache: Cache) 
     conversion = clock.run(
         plan,
         cache,
-        lambda folder: convert_source(opened, folder / CONVERTED),
+        lambda folder: convert_source(opened, folder / CONVERTED, clock.check_cancelled),
         needed=int(source.weight_bytes * opened.options.trunk_type.itemsize / 4),
     )
     fidelity: Entry | None = None

@@ -17,12 +17,19 @@ _SIDECAR_MINIMUM = 1024
 """Constants below this size, in bytes, stay in the graph even when there is a sidecar."""
 
 
-def save_model(model: ir.Model, path: Path, *, accept: Callable[[], None] | None = None) -> tuple[Path, ...]:
+def save_model(
+    model: ir.Model,
+    path: Path,
+    *,
+    accept: Callable[[], None] | None = None,
+    check: Callable[[], None] | None = None,
+) -> tuple[Path, ...]:
     """Writes ``model`` to ``path``; returns the files written (the model, then its sidecar if any).
 
     The bytes depend on the model alone.  Both files appear under their names only when they are
     complete; the sidecar comes first, so that a model never lacks it.  ``accept`` is called when all
-    constants are written and before anything appears: what it raises leaves ``path`` as it was.
+    constants are written and before anything appears: what it raises leaves ``path`` as it was.  ``check``
+    is called before each constant of a sidecar is written, and stops the writing by raising.
 
     Raises:
         ResourceError: The disk is full or the folder cannot be written to.
@@ -42,6 +49,7 @@ def save_model(model: ir.Model, path: Path, *, accept: Callable[[], None] | None
                     size_threshold_bytes=_SIDECAR_MINIMUM,
                     max_workers=writer_threads(),
                     max_in_flight_bytes=64 << 20,
+                    callback=None if check is None else lambda tensor, info: check(),
                 )
             if accept is not None:
                 accept()

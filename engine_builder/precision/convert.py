@@ -79,6 +79,7 @@ def convert(
     options: ConversionOptions,
     lengths: Sequence[InputShapes],
     scales: Mapping[str, LinearScale] | None = None,
+    check: Callable[[], None] | None = None,
 ) -> Conversion:
     """Converts an fp32 ``model`` and writes it to ``destination``.
 
@@ -90,6 +91,7 @@ def convert(
         lengths: The input shapes of the profiles, smallest first and longest last; they size the
             rotary tables.
         scales: Calibrated ranges by linear, for fp8.
+        check: Called every so often; what it raises ends the conversion.
 
     Raises:
         SourceModelError: A linear that fp8 needs a range of has none.
@@ -102,7 +104,9 @@ def convert(
     _run(model, [RemoveUnusedNodesPass()], passes)
     describe(model, options, () if retyped.selection is None else retyped.selection.names)
     ledger = retyped.ledger
-    files = save_model(model, destination, accept=lambda: _refuse_overflow(ledger.losses(), options))
+    files = save_model(
+        model, destination, accept=lambda: _refuse_overflow(ledger.losses(), options), check=check
+    )
     return Conversion(
         files=files,
         structures=retyped.structures.to_json(),
