@@ -160,6 +160,11 @@ def judge(
         checks.append(_fidelity_check("engine_fidelity", engine_fidelity))
     checks.extend(further)
     verdict, reasons = verdict_of(checks)
+    if engine is None and verdict == "passed":
+        verdict, reasons = (
+            "not verifiable",
+            ("there is no engine: what holds of its graph is all that is known",),
+        )
     return VerifyReport(
         verdict=verdict,
         reasons=reasons,
