@@ -22,6 +22,12 @@ evaluator are tested on.  The TensorRT parsers have no gate of their own (a MatM
 opset), so that a newer graph would build without anyone having checked what it means.
 """
 
+MAX_NODES: Final = 1_000_000
+"""Nodes once all functions are inlined; the medium model's export has 18,195 in all."""
+
+MAX_CALL_DEPTH: Final = 64
+"""Functions that call one another; those of real exporters do so three or four deep."""
+
 MAX_ELEMENTS: Final = 2**31 - 1
 """TensorRT's limit for one dimension and for the volume of one tensor."""
 
@@ -63,6 +69,7 @@ def check_graph(model: onnx.ModelProto, where: str, *, plugins: bool, float_inpu
             hint="export it again with an older onnx",
         )
     _check_operators(model, opset, where, plugins=plugins)
+    _check_functions(model, where)
     is_sorted = _check_order(graph, frozenset(), where)
     stored = {tensor.name for tensor in graph.initializer}
     inputs = tuple(_spec(value, "input", where) for value in graph.input if value.name not in stored)
@@ -128,6 +135,37 @@ def _check_operators(model: onnx.ModelProto, opset: int, where: str, *, plugins:
                 f"node {_name(node)} is a {quoted(node.op_type)}, no ONNX operator at opset {opset}",
                 where=where,
             )
+
+
+def _check_functions(model: onnx.ModelProto, where: str) -> None:
+    """Refuse functions that call themselves, or that become too many nodes once they are inlined.
+
+    Forty functions that each call the next one twice are a few kilobytes, and 2^40 nodes.
+    """
+    functions = {(function.domain, function.name): function for function in model.functions}
+    sizes: dict[tuple[str, str], int] = {}
+
+    def size(nodes: Iterable[onnx.NodeProto], callers: tuple[tuple[str, str], ...]) -> int:
+        total = 0
+        for node in _all_nodes(nodes):
+            key = (node.domain, node.op_type)
+            if key not in functions:
+                total += 1
+                continue
+            if key in callers:
+                raise SourceModelError(f"the function {quoted(node.op_type)} calls itself", where=where)
+            if key not in sizes:
+                if len(callers) >= MAX_CALL_DEPTH:
+                    raise SourceModelError(
+                        f"functions call each other over {MAX_CALL_DEPTH} deep", where=where
+                    )
+                sizes[key] = size(functions[key].node, (*callers, key))
+            total += sizes[key]
+        return total
+
+    total = size(model.graph.node, ())
+    if functions and total > MAX_NODES:
+        raise SourceModelError(f"its functions become {total} nodes, more than {MAX_NODES}", where=where)
 
 
 def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
