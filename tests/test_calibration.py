@@ -223,7 +223,7 @@ def test_ranges_are_the_ones_in_modelopts_own_fp8_scales(
     )
     assert run.returncode == 0, run.stderr[-2000:]
     end_to_end = json.loads(run.stdout.rpartition("SCALES")[2])
-    linears, _ = find_linears(load_graph(source).graph)
+    linears, _ = find_linears(list(load_graph(source).graph.all_nodes()))
     expected = {
         linear.name: end_to_end[linear.activation.name] * 127**2 / 448
         for linear in linears
@@ -528,7 +528,7 @@ def test_large_weights_are_inputs_read_from_the_source_itself(tmp_path: Path) ->
     graph = load_graph(source)
     normalize(graph)
     (tmp_path / "work").mkdir()
-    skeleton = write_skeleton(graph, find_linears(graph.graph)[0], tmp_path / "work")
+    skeleton = write_skeleton(graph, find_linears(list(graph.graph.all_nodes()))[0], tmp_path / "work")
     written = onnx.load(skeleton.graph)
     assert [tensor.name for tensor in written.graph.initializer] == []
     assert [i.name for i in written.graph.input] == ["x", "w"]
@@ -546,7 +546,7 @@ def test_large_weights_are_inputs_read_from_the_source_itself(tmp_path: Path) ->
 def test_weights_that_lie_in_no_file_are_written_to_one(tmp_path: Path) -> None:
     weight = np.random.default_rng(0).standard_normal((128, 64)).astype(np.float32)
     graph: ir.Model = ir.from_proto(big_linear(weight))
-    skeleton = write_skeleton(graph, find_linears(graph.graph)[0], tmp_path)
+    skeleton = write_skeleton(graph, find_linears(list(graph.graph.all_nodes()))[0], tmp_path)
     np.testing.assert_array_equal(skeleton.weights[0].array(), weight)
 
 

@@ -20,7 +20,7 @@ def activation_amax(source: Source, samples: Iterable[Sample]) -> dict[str, floa
     numpy does the rest.  The model and its activations are held in memory, so this is for models
     below protobuf's 2 GiB.
     """
-    linears, _ = find_linears(load_graph(source).graph)
+    linears, _ = find_linears(list(load_graph(source).graph.all_nodes()))
     model = onnx.load(source.path)
     given = {value.name for value in model.graph.input}
     wanted = dict.fromkeys(linear.activation.name or "" for linear in linears)

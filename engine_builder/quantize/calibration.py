@@ -110,7 +110,7 @@ def calibrate(
     before = _stamps(source)
     model = load_graph(source)
     normalize(model)
-    linears, _ = find_linears(model.graph)
+    linears, _ = find_linears(list(model.graph.all_nodes()))
     if not linears:
         raise ConversionError("the model has no linear to calibrate", where=place(source.path))
     progress(f"reading the weights of {len(linears)} linears")
