@@ -424,18 +424,18 @@ MODEL_FILES: Mapping[str, Make] = {
     "no graph": of_model(lambda: onnx.ModelProto(ir_version=10)),
     "no nodes": of_model(lambda: graph([])),
     "opset 9,999": of_model(lambda: graph([node("Relu", "x", "y")], opset=9_999)),
+    "a function that calls itself": of_model(calling_itself),
+    "2^40 nodes by functions that call twice": of_model(lambda: doubling(40)),
     "opset 1": of_model(lambda: graph([node("Relu", "x", "y")], opset=1)),
 }
 
 MODEL_GRAPHS: Mapping[str, Make] = {
-    "a function that calls itself": of_model(calling_itself),
     "no inputs": of_model(lambda: graph([node("Relu", "w", "y")], [weight("w", 4)], inputs=[])),
-    "2^40 nodes by functions that call twice": of_model(lambda: doubling(40)),
-    "a chain of 20,000 nodes": of_model(
+    "a chain of 2,000 nodes": of_model(
         lambda: graph(
             [
-                node("Relu", "x" if i == 0 else f"v{i - 1}", "y" if i == 19_999 else f"v{i}")
-                for i in range(20_000)
+                node("Relu", "x" if i == 0 else f"v{i - 1}", "y" if i == 1_999 else f"v{i}")
+                for i in range(2_000)
             ]
         )
     ),
