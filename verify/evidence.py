@@ -141,7 +141,7 @@ def judge(
                     set(graph.model.graph.initializers),
                     lasting_products(graph.model.graph, found),
                     engine.layers,
-                    exact=engine.lists_graph_names and "" not in nodes,
+                    exact=engine.lists_graph_names and "" not in nodes and not graph.model.functions,
                 )
             )
         if source_counts is not None:
