@@ -14,7 +14,7 @@ from engine_builder.graph.find import find_structures
 from engine_builder.graph.passes.assign_types import lacks_type, makes_fp32
 from engine_builder.graph.reading import is_float, is_op, origin
 from engine_builder.graph.structures import Structures
-from engine_builder.precision.description import Description, read_description
+from engine_builder.precision.description import read_description
 from engine_builder.precision.islands import islands
 from engine_builder.report.precision_map import MappedStructure, build_map
 from verify.identity import check_promises
@@ -63,51 +63,41 @@ class Explanation:
         return asdict(self)
 
 
-def explain(
-    model: ir.Model,
-    name: str,
-    *,
-    where: str,
-    layers: Sequence[LayerRecord] = (),
-    trunk_linears: Mapping[str, str] | None = None,
-) -> Explanation:
-    """Explains the node ``name``, the node that makes the tensor ``name``, or a constant by its reader.
+class Explainer:
+    """Explains the nodes of one converted model.
 
     Args:
-        model: A converted model, as ``convert`` wrote it.
-        name: Of a node, a tensor or a constant.
+        model: As ``convert`` wrote it.
         where: The model's file, for messages.
         layers: Those of its engine, if there is one.
         trunk_linears: Why linears of an fp8 recipe stayed in the trunk type, by node name.
 
     Raises:
         SourceModelError: The model was not converted by this builder.
-        RecipeError: It has no such node; the hint names the nearest.
     """
-    described = read_description(model.metadata_props, where)
-    if described is None:
-        raise SourceModelError(
-            "it is not a converted model: only a conversion gives nodes a type for a reason",
-            where=where,
-            hint="convert it first: convert RECIPE --out converted.onnx",
-        )
-    return _Explainer(model, described, layers, trunk_linears or {}).explain(name, where)
 
-
-class _Explainer:
     def __init__(
         self,
         model: ir.Model,
-        described: Description,
-        layers: Sequence[LayerRecord],
-        trunk_linears: Mapping[str, str],
+        *,
+        where: str,
+        layers: Sequence[LayerRecord] = (),
+        trunk_linears: Mapping[str, str] | None = None,
     ) -> None:
+        described = read_description(model.metadata_props, where)
+        if described is None:
+            raise SourceModelError(
+                "it is not a converted model: only a conversion gives nodes a type for a reason",
+                where=where,
+                hint="convert it first: convert RECIPE --out converted.onnx",
+            )
+        self._where = where
         self._graph = model.graph
         self._options = described.options
         self._fp8_linears = described.fp8_linears
         self._layers = layers
         self._held = index_by_node(layers)
-        self._trunk_linears = trunk_linears
+        self._trunk_linears = trunk_linears or {}
         self._opset = model.graph.opset_imports.get("", 17)
         self._found: Structures = find_structures(model)
         self._map = build_map(model, layers).structures
@@ -116,10 +106,17 @@ class _Explainer:
             for island in reversed(list(islands(model.graph, self._found, self._options)))
             for node in island.nodes
         }
+        self._nodes = {node.name or "": node for node in model.graph}
+        self._promises = make_promises(model.graph, self._found, self._options, self._fp8_linears)
         self._tables = {id(table) for rotation in self._found.rotary for table in rotation.tables}
 
-    def explain(self, name: str, where: str) -> Explanation:
-        node, constant = self._resolve(name, where)
+    def explain(self, name: str) -> Explanation:
+        """Explains a node, the node that makes a tensor, or a constant by its first reader.
+
+        Raises:
+            RecipeError: The model has nothing of this name; the hint has the nearest names.
+        """
+        node, constant = self._resolve(name)
         structure = self._structure(node)
         rule, because = self._reason(node, structure)
         if constant is not None:
@@ -135,21 +132,20 @@ class _Explainer:
             layers=tuple(layer.name for layer in self._held.get(node.name or "", ())),
         )
 
-    def _resolve(self, name: str, where: str) -> tuple[ir.Node, ir.Value | None]:
+    def _resolve(self, name: str) -> tuple[ir.Node, ir.Value | None]:
         """The node of this name or that makes the tensor of this name; for a constant its first reader."""
-        nodes = list(self._graph)
-        for node in nodes:
-            if node.name == name:
-                return node, None
-        for node in nodes:
-            if any(value.name == name for value in node.outputs):
-                return node, None
+        if name in self._nodes:
+            return self._nodes[name], None
         constant = self._graph.initializers.get(name)
         reader = None if constant is None else next((use.node for use in constant.uses()), None)
         if constant is not None and reader is not None:
             return reader, constant
-        known = [node.name or "" for node in nodes]
-        raise RecipeError(f"no node is named {name}", where=where, hint=_nearest(name, known))
+        for node in self._graph:
+            if any(value.name == name for value in node.outputs):
+                return node, None
+        raise RecipeError(
+            f"no node is named {name}", where=self._where, hint=_nearest(name, list(self._nodes))
+        )
 
     def _structure(self, node: ir.Node) -> MappedStructure | None:
         return next((s for s in self._map if node.name in s.nodes), None)
@@ -230,8 +226,7 @@ class _Explainer:
         return None
 
     def _promise(self, node: ir.Node) -> PromiseStatus | None:
-        made = make_promises(self._graph, self._found, self._options, self._fp8_linears)
-        promise = next((p for p in made if node.name in p.nodes), None)
+        promise = next((p for p in self._promises if node.name in p.nodes), None)
         if promise is None:
             return None
         status, reason = self._kept(promise)

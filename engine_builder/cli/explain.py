@@ -32,13 +32,13 @@ def explain(
     """
     import onnx_ir as ir
 
-    from engine_builder.explain import explain as explain_node
+    from engine_builder.explain import Explainer
     from engine_builder.source import load_graph, open_source
 
     SESSION.screen()
     if subject.suffix == ".onnx":
         model = load_graph(open_source(subject, float_input=False))
-        found = explain_node(model, node, where=str(subject))
+        explainer = Explainer(model, where=str(subject))
     else:
         from engine_builder.cache import Cache
         from engine_builder.report.finished import find_evidence, read_finished
@@ -52,13 +52,13 @@ def explain(
                 hint="name the cache with --cache, or a converted model in place of the report",
             )
         trunk_linears = ((build.report.conversion or {}).get("fp8") or {}).get("trunk_linears", {})
-        found = explain_node(
+        explainer = Explainer(
             ir.load(evidence.converted),
-            node,
             where=str(evidence.converted),
             layers=evidence.layers(),
             trunk_linears=trunk_linears,
         )
+    found = explainer.explain(node)
     typer.echo(json.dumps(found.to_json(), indent=1) if as_json else _text(found))
 
 
