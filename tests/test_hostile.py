@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from engine_builder.errors import SourceModelError
+from engine_builder.graph.shapes import _grown_size
 from engine_builder.quantize.scales import Scales, load_scales
 from tests.hostile import CASES, SCALES, Case, meet
 from verify.layers import EngineLayers, NotDetailed, parse_build_log, parse_inspector_json
@@ -130,3 +132,15 @@ def test_any_json_is_layers_or_an_expected_error(layers: list[Any], bindings: An
 @given(_JSON)
 def test_any_json_document_is_layers_or_an_expected_error(document: Any) -> None:
     layers_or_fault(parse_inspector_json, json.dumps(document))
+
+
+def test_a_computed_tensor_is_bounded_by_what_comes_of_it() -> None:
+    """An expansion of a tensor to its own shape makes nothing; 4,160 rows of positions are no bomb."""
+    rows = np.zeros((1, 4160, 1))
+    assert _grown_size("Expand", [rows, np.array([1, 4160, 1])]) == 4160
+    assert _grown_size("Expand", [rows, np.array([2, 1, 32])]) == 2 * 4160 * 32
+    assert _grown_size("Range", [np.array(0), np.array(10**12), np.array(1)]) == 1e12
+    assert _grown_size("Range", [np.array(0.0), np.array(4160.0), np.array(0.5)]) == 8320
+    assert _grown_size("Tile", [rows, np.array([1, 10**6, 10**6])]) == 4160e12
+    assert _grown_size("Pad", [rows, np.array([0, 10**12, 0, 0, 0, 0])]) == 4160 + 1e12
+    assert _grown_size("Add", [rows, rows]) == 0

@@ -12,6 +12,7 @@ class Names:
     """
 
     def __init__(self, graph: ir.Graph) -> None:
+        self._counts: dict[str, int] = {}
         self._used: set[str] = {v.name for v in (*graph.inputs, *graph.outputs) if v.name}
         self._used.update(graph.initializers)
         for node in graph.all_nodes():
@@ -25,9 +26,10 @@ class Names:
 
     def fresh(self, base: str) -> str:
         """``base``, or the first of ``base_1``, ``base_2``... that is free; it is taken from now on."""
-        name, count = base, 0
+        name, count = base, self._counts.get(base, 0)
         while name in self._used:
             count += 1
             name = f"{base}_{count}"
+        self._counts[base] = count  # where to go on: many nodes may ask for the same base
         self._used.add(name)
         return name

@@ -8,8 +8,10 @@ table at L=4096?".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 
 import numpy as np
 import onnx
@@ -23,6 +25,12 @@ Shape = tuple[int, ...]
 
 _INTEGER_LIMIT = 256
 """Integer tensors up to this size are evaluated while shapes are propagated."""
+
+_ELEMENT_LIMIT = 1 << 24
+"""Elements of a tensor that is computed; a rotary table of 4,160 rows has 133,120.
+
+A few bytes of a graph can ask for a range of 10^12.
+"""
 
 
 class ShapeOracle:
@@ -492,9 +500,14 @@ _RULES: dict[str, _Rule] = {
 
 
 def compute(node: ir.Node, inputs: Sequence[np.ndarray | None], opset: int) -> Sequence[np.ndarray]:
-    """The outputs of ``node`` for ``inputs``: operators of shape arithmetic directly, others through onnx."""
+    """The outputs of ``node`` for ``inputs``: operators of shape arithmetic directly, others through onnx.
+
+    Raises:
+        ConversionError: They have more than ``_ELEMENT_LIMIT`` elements.
+    """
     present = [x for x in inputs if x is not None]
     op = node.op_type
+    _refuse_size(node, _grown_size(op, present))
     if op in ("Add", "Sub", "Mul") and len(present) == 2:
         a, b = present
         return [a + b if op == "Add" else a - b if op == "Sub" else a * b]
@@ -513,4 +526,31 @@ def compute(node: ir.Node, inputs: Sequence[np.ndarray | None], opset: int) -> S
     feeds = {
         v.name or "": x for v, x in zip(node.inputs, inputs, strict=True) if v is not None and x is not None
     }
-    return [np.asarray(result) for result in evaluator.run(None, feeds)]
+    results = [np.asarray(result) for result in evaluator.run(None, feeds)]
+    _refuse_size(node, sum(result.size for result in results))
+    return results
+
+
+def _grown_size(op: str, operands: Sequence[np.ndarray]) -> float:
+    """About how many elements come out of an operator that makes more of them than go in."""
+    if op == "Range" and len(operands) == 3:
+        start, limit, delta = (float(x.reshape(-1)[0]) for x in operands)
+        return (limit - start) / delta if delta else 0.0
+    if op == "ConstantOfShape" and operands:
+        return float(np.prod(operands[0].astype(np.float64)))
+    if op == "Expand" and len(operands) == 2:
+        pairs = zip_longest(reversed(operands[0].shape), reversed(operands[1].tolist()), fillvalue=1)
+        return math.prod(float(max(pair)) for pair in pairs)
+    if op == "Tile" and len(operands) == 2:
+        return operands[0].size * float(np.prod(operands[1].astype(np.float64)))
+    if op == "Pad" and len(operands) >= 2:
+        return operands[0].size + float(np.abs(operands[1].astype(np.float64)).sum())
+    return float(sum(x.size for x in operands)) if op == "Concat" else 0.0
+
+
+def _refuse_size(node: ir.Node, elements: float) -> None:
+    if elements > _ELEMENT_LIMIT:
+        raise ConversionError(
+            f"{node.op_type} computes {elements:.3g} constants, more than {_ELEMENT_LIMIT}",
+            where=f"node {node.name}",
+        )
