@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.markup import escape
-from rich.spinner import Spinner
-from rich.table import Table
 from rich.text import Text
 
 from engine_builder.cli.outcomes import block, overview, summary
@@ -37,6 +35,9 @@ _LABEL_WIDTH = len("sensitivity")
 """Columns of a stage's name: that of the longest."""
 
 
+_FRAMES = "-\\|/"
+
+
 @dataclass
 class _Running:
     """The stage that is being worked on, for the lines that say that it still is."""
@@ -52,19 +53,19 @@ class _StageLine:
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
-        self._spinner = Spinner("line")
 
-    def __rich__(self) -> Table:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         running = self._screen._running
-        line = Table.grid(padding=(0, 1))
-        line.add_column(no_wrap=True)
-        line.add_column(no_wrap=True, width=_LABEL_WIDTH)
-        line.add_column(no_wrap=True, width=8, justify="right")
-        line.add_column(no_wrap=True, overflow="ellipsis", style="dim")
         if running is not None:
-            seconds = time.monotonic() - running.started
-            line.add_row(self._spinner, Text(running.stage, "bold"), f"{seconds:.0f} s", Text(running.text))
-        return line
+            now = time.monotonic()
+            yield Text.assemble(
+                (f"{running.stage:<{_LABEL_WIDTH}} ", "bold"),
+                _FRAMES[int(now * 8) % len(_FRAMES)],
+                f"{now - running.started:>5.0f} s  ",
+                (running.text, "dim"),
+                no_wrap=True,
+                overflow="ellipsis",
+            )
 
 
 class Screen:
