@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -34,6 +35,7 @@ from engine_builder.report.subject import Subject
 from engine_builder.stage_runner import Settings
 from tests.browser import Browser, open_browser, pixels
 from tests.conftest import REPOSITORY
+from tests.pages import checkout, run_blocks, shell_blocks
 from tests.recipes import write_recipe
 from verify.report import CheckEntry, FailureEntry
 
@@ -602,3 +604,23 @@ def test_it_prints(browser: Browser, subjects: Mapping[str, Subject], tmp_path: 
     browser.visit(render_page(subjects["fp8"]), f"--print-to-pdf={file}", "--no-pdf-header-footer")
     pages = len(re.findall(rb"/Type\s*/Page\b", file.read_bytes()))
     assert 2 <= pages <= 8
+
+
+# --- the documentation -------------------------------------------------------------------------------
+
+
+def test_the_documentations_commands_run(tmp_path: Path) -> None:
+    folder = checkout(tmp_path / "checkout")
+    python = folder / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    printed = run_blocks(shell_blocks(REPOSITORY / "docs" / "report.md"), folder, tmp_path)
+    assert (folder / "out" / "sm_89" / "smoke" / "dit_fp16.report.html").exists()
+    assert (folder / "smoke.html").exists()
+    assert (folder / "both.html").exists()
+    shown = re.findall(r"\n\n```\n(.*?)^```$", (REPOSITORY / "docs" / "report.md").read_text(), re.M | re.S)[
+        0
+    ]
+    # The layer's name is TensorRT's, and numbered anew by each version.
+    assert printed[-1].split()[:-1] == shown.split()[:-1]
