@@ -311,7 +311,7 @@ def test_a_full_disk_is_a_resource_error_and_leaves_nothing(
 
 def test_a_folder_that_cannot_be_made_is_a_resource_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ResourceError, match="cannot write the sample model"):
+    with pytest.raises(ResourceError, match="file is in the way of a folder"):
         write_sample(SampleSpec(Size.TINY, Spelling.DYNAMO23), tmp_path / "file" / "dit.onnx")
 
 
