@@ -60,7 +60,11 @@ def run(fault: Fault, shop: Workshop) -> Row:
         named=fault.names if named else "not named",
         exit_code=found.exit_code,
         seconds=round(time.monotonic() - started, 2),
-        text=found.text if not found.innocent else f"also named: {', '.join(found.innocent)}",
+        text=(
+            f"also named: {', '.join(found.innocent)}"
+            if found.innocent
+            else found.text.replace(f"{shop.folder}/", "")
+        ),
     )
 
 
